@@ -1,0 +1,125 @@
+"""
+Plain Python settings with command-line overrides, in the spirit of nanoGPT's configurator.
+
+A script defines its settings as module globals and calls `configure(globals())`. Then
+
+    python train.py config/mamba_h_87m.py --learning_rate=4e-3 --resume
+    python sample.py --length 65536
+
+apply, in order, the config files and the flags. A config file is Python: it may compute, import and
+use the settings that stand so far, but every public name it assigns must be a setting of the script.
+Values keep the type of the default: an int is accepted where a float is due, true/false are strict,
+and `none` is accepted where the default is None or the setting is a string.
+"""
+import ast
+import difflib
+import os
+import sys
+import types
+
+
+class ConfigError(ValueError):
+    """A setting that does not exist or has the wrong type; the message says what to do."""
+
+
+_SIMPLE = (bool, int, float, str, list, tuple, type(None))
+
+
+def settings_of(namespace):
+    """The settings in a namespace: public names with plain values, in order of definition."""
+    return {k: v for k, v in namespace.items() if not k.startswith("_") and isinstance(v, _SIMPLE)}
+
+
+def check_name(name, settings, where):
+    """Raises ConfigError with the nearest existing names if `name` is no setting."""
+    if name not in settings:
+        near = difflib.get_close_matches(name, settings, n=2, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all settings"
+        raise ConfigError(f"{where}: there is no setting '{name}'; {hint}")
+
+
+def fit(name, value, default, where):
+    """Returns value in the type of default, or raises ConfigError. None defaults accept anything."""
+    if default is None or (value is None and isinstance(default, str)):
+        return value
+    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(default, int) and not isinstance(default, bool) and isinstance(value, float):
+        if value.is_integer():
+            return int(value)                       # so that --max_iters=2e4 means 20000
+    if isinstance(default, (list, tuple)) and isinstance(value, (list, tuple)):
+        return type(default)(value)
+    if type(value) is not type(default):
+        wanted = "true or false" if isinstance(default, bool) else f"a {type(default).__name__}"
+        raise ConfigError(f"{where}: {name} takes {wanted} (default {default!r}), not {value!r}")
+    return value
+
+
+def parse_value(text, default):
+    """Turns a flag's text into a value. Text stays text where the default is a string."""
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words and not (isinstance(default, str) and text.lower() != "none"):
+        return words[text.lower()]
+    if isinstance(default, str):
+        return text
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text                                 # fit() rejects it where a string is not due
+
+
+def read_file(path, settings):
+    """Executes a config file over a copy of the settings and returns the names that it assigned."""
+    if not os.path.isfile(path):
+        raise ConfigError(f"config file {path} does not exist; settings are given as --name=value")
+    scope = dict(settings, __file__=path, __name__="config")
+    with open(path, encoding="utf-8") as f:
+        source = f.read()
+    try:
+        exec(compile(source, path, "exec"), scope)
+    except Exception as error:                      # the file is the user's code: name it and why
+        raise ConfigError(f"config file {path} failed: {type(error).__name__}: {error}") from error
+    helpers = (types.ModuleType, types.FunctionType, type)
+    return {k: v for k, v in scope.items() if not k.startswith("_") and not isinstance(v, helpers)
+            and not (k in settings and v is settings[k])}
+
+
+def print_help(namespace, settings):
+    print((namespace.get("__doc__") or "").strip())
+    print("\nsettings (override with --name=value, or a config file):")
+    for name, value in settings.items():
+        print(f"  --{name} = {value!r}")
+
+
+def configure(namespace, argv=None):
+    """
+    Overrides the settings in `namespace` (a module's globals()) from config files and flags, in the
+    order given. argv: list of str, sys.argv[1:] by default. Returns the final settings as a dict.
+    Raises ConfigError for unknown names (with the nearest match) and wrong types; --help exits 0.
+    """
+    settings = settings_of(namespace)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "--help" in words or "-h" in words:
+        print_help(namespace, settings)
+        raise SystemExit(0)
+    defaults = dict(settings)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            for name, value in read_file(word, settings).items():
+                check_name(name, settings, word)
+                settings[name] = fit(name, value, defaults[name], word)
+            continue
+        name, equals, text = word[2:].partition("=")
+        name = name.replace("-", "_")
+        check_name(name, settings, "command line")
+        if not equals:                              # `--name value`, or a bare `--flag` for booleans
+            bare = isinstance(defaults[name], bool) and not (
+                words and words[0].lower() in ("true", "false"))
+            if not bare and not words:
+                raise ConfigError(f"command line: --{name} needs a value")
+            text = "true" if bare else words.pop(0)
+        value = parse_value(text, defaults[name])
+        settings[name] = fit(name, value, defaults[name], "command line")
+    namespace.update(settings)
+    return settings

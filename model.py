@@ -1,0 +1,651 @@
+"""
+Block-diffusion language models from two dials: attn_every (1: attention only, 6: Mamba-2 hybrid) and
+block_len (seq_len: one full-sequence block). "Training Hybrid Block Diffusion Language Models with
+Partial Bidirectionality"; equation labels below are those of its source.
+
+  in the code            meaning                                          in the paper
+  x0, xt, t              clean tokens, noised tokens, noise level         b*, b_t, t
+  clean, noisy           the two streams; only noisy tokens are scored    c^(k), b~_t^(k)
+  extend                 clean tokens read and append to the state        F_->(c), eq. boundary-state
+  denoise                one noisy block reads it, never writes           eq. partial-reverse
+  conv, ssm              the two parts of a Mamba boundary state          s_k
+  Cache                  keys/values and boundary states of a prefix      C(c), eq. cacheable-layer
+
+    python model.py                                   parameter counts of every config
+    python -m pytest tests/test_model.py              what is claimed here, shown
+"""
+import dataclasses
+import glob
+import math
+import os
+import platform
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import ops
+
+
+class ModelError(ValueError):
+    """A use of the model, a cache or a checkpoint that cannot work; the message says what to do."""
+
+
+@dataclasses.dataclass
+class ModelConfig:
+    vocab_size: int = 50258             # the last id is the mask token
+    seq_len: int = 8192                 # tokens of a training sequence
+    block_len: int = 256                # tokens of a diffusion block; seq_len for full-sequence models
+    attn_every: int = 6                 # attention at layers 0, attn_every, ...; 1: attention only
+    n_layer: int = 12
+    n_head: int = 8                     # attention heads
+    d_model: int = 448
+    d_state: int = 64                   # Mamba-2 state size
+    mamba_head_dim: int = 64
+    mamba_expand: int = 2
+    conv_width: int = 4
+    chunk_len: int = 128                # positions per matrix product of the scan
+    time_conditioning: bool = False
+    rope_theta: float = 10_000.0
+    rope_capacity: int = 262_144        # longest position that the rotary embedding is meant for
+
+    def __post_init__(self):
+        def require(ok, message):
+            if not ok:
+                raise ModelError(message)
+        require(1 <= self.block_len <= self.seq_len and self.seq_len % self.block_len == 0,
+                f"seq_len {self.seq_len} does not hold whole blocks of block_len {self.block_len}; "
+                f"choose a block_len that divides it")
+        require(self.d_model % (2 * self.n_head) == 0,
+                f"d_model {self.d_model} must be a multiple of 2 * n_head = {2 * self.n_head}")
+        require(self.d_inner % self.mamba_head_dim == 0,
+                f"Mamba's width {self.d_inner} must be a multiple of mamba_head_dim")
+        require(self.seq_len <= self.rope_capacity,
+                f"seq_len {self.seq_len} is beyond the rotary capacity of {self.rope_capacity}")
+
+    @property
+    def hybrid(self):
+        return self.attn_every > 1
+
+    @property
+    def full_sequence(self):
+        return self.block_len == self.seq_len
+
+    @property
+    def d_inner(self):
+        return self.mamba_expand * self.d_model
+
+    @property
+    def mask_id(self):
+        return self.vocab_size - 1
+
+
+@dataclasses.dataclass
+class Cache:
+    """
+    What a clean prefix leaves behind, one entry per layer (None where the layer has no such part).
+    Allocated once and written in place. `lengths` counts the tokens held by each row.
+    """
+    keys: list                          # (b, heads, max_len, head_dim), attention layers, rotated
+    values: list                        # (b, heads, max_len, head_dim)
+    conv: list                          # (b, conv_width - 1, channels), Mamba layers
+    ssm: list                           # (b, heads, head_dim, state), fp32
+    lengths: torch.Tensor               # (b,) int64, on the CPU
+    max_len: int
+
+    @property
+    def nbytes(self):
+        parts = self.keys + self.values + self.conv + self.ssm
+        return sum(p.numel() * p.element_size() for p in parts if p is not None)
+
+    def rows(self, start, stop):
+        """A cache of rows start..stop-1 that shares this one's memory."""
+        def cut(parts):
+            return [None if p is None else p[start:stop] for p in parts]
+        return Cache(cut(self.keys), cut(self.values), cut(self.conv), cut(self.ssm),
+                     self.lengths[start:stop], self.max_len)
+
+
+# ----------------------------------------------------------------------------------------------
+# Small pieces
+
+def rope_table(length, dim, theta, device, dtype):
+    """cos and sin of position * frequency, each (length, dim / 2); angles in fp64, since positions
+    reach 262,144 and an fp32 product would be off by hundredths of a radian there."""
+    inv = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * inv
+    return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+
+
+def rotate(x, cos, sin):
+    """Rotates (b, h, s, e) by tables that broadcast to (b, h, s, e / 2); halves, not pairs."""
+    x1, x2 = x.chunk(2, -1)
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).to(x.dtype)
+
+
+def modulate(x, shift, scale):
+    return x if shift is None else x * (1 + scale) + shift
+
+
+def gated(h, y, gate):
+    return h + (y if gate is None else gate * y)
+
+
+class TimestepEmbedding(nn.Module):
+    """t (m,) in [0, 1] -> (m, 1, d): a sinusoid of 256 features, then a two-layer MLP."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(256, d), nn.SiLU(), nn.Linear(d, d))
+
+    def forward(self, t):
+        weight = self.mlp[0].weight
+        freq = torch.exp(-math.log(10_000) * torch.arange(128, device=weight.device) / 128)
+        angle = 1000 * t.float()[:, None] * freq                               # (m, 128)
+        return self.mlp(torch.cat([angle.cos(), angle.sin()], -1).to(weight.dtype))[:, None]
+
+
+# ----------------------------------------------------------------------------------------------
+# Mixers. Each has three explicit paths: both streams in training, extend and denoise with a cache.
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        d = config.d_model
+        self.n_head = config.n_head
+        self.qkv = nn.Linear(d, 3 * d, bias=False)
+        self.out_proj = nn.Linear(d, d, bias=False)
+
+    def project(self, u, rope):
+        """u (b, s, d) -> q, k, v, each (b, heads, s, head_dim), q and k rotated."""
+        qkv = self.qkv(u).unflatten(-1, (3, self.n_head, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        return rotate(q, *rope), rotate(k, *rope), v
+
+    def merge(self, y):
+        return self.out_proj(y.transpose(1, 2).flatten(2))
+
+    def two_stream(self, clean, noisy, rope, need_clean):
+        """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes."""
+        b, l = len(clean), noisy.size(1)
+        n_clean = clean.size(1)
+        cos, sin = rope
+        q_clean, k_clean, v_clean = self.project(clean, (cos[:n_clean], sin[:n_clean]))
+        parts = self.project(noisy.unflatten(0, (b, -1)).flatten(1, 2), rope)
+        y_clean, y = ops.two_stream_attention(
+            (q_clean if need_clean else None, k_clean, v_clean), parts, l)
+        return self.merge(y_clean) if need_clean else None, self.merge(y).view_as(noisy)
+
+    def extend(self, u, cache, layer, rope, block_len):
+        """Whole clean blocks u (b, m, d): attends block-causally and appends keys and values."""
+        q, k, v = self.project(u, rope)
+        keys, values = cache.keys[layer], cache.values[layer]
+        y = ops.cached_attention(q, k, v, keys, values, cache.lengths.tolist(), block_len)
+        for row, at in enumerate(cache.lengths.tolist()):
+            keys[row, :, at:at + u.size(1)] = k[row]
+            values[row, :, at:at + u.size(1)] = v[row]
+        return self.merge(y)
+
+    def denoise(self, u, cache, layer, rope):
+        """One noisy block u (b, l, d): attends to the cache and itself, writes nothing."""
+        q, k, v = self.project(u, rope)
+        y = ops.cached_attention(q, k, v, cache.keys[layer], cache.values[layer],
+                                 cache.lengths.tolist(), u.size(1))
+        return self.merge(y)
+
+
+class Mamba2(nn.Module):
+    """One direction of a Mamba-2 mixer (Dao & Gu 2024), with explicit boundary states."""
+
+    def __init__(self, config):
+        super().__init__()
+        d, di, n = config.d_model, config.d_inner, config.d_state
+        self.heads, self.d_inner, self.d_state = di // config.mamba_head_dim, di, n
+        self.chunk_len, self.w = config.chunk_len, config.conv_width
+        # dt has its own projection: with it the width of z, x, B, C stays a multiple of 8, which
+        # tensor cores and 16-byte loads want.
+        self.in_proj = nn.Linear(d, 2 * di + 2 * n, bias=False)
+        self.dt_proj = nn.Linear(d, self.heads, bias=False)
+        self.conv_weight = nn.Parameter(torch.empty(di + 2 * n, config.conv_width))
+        self.conv_bias = nn.Parameter(torch.empty(di + 2 * n))
+        self.A_log = nn.Parameter(torch.empty(self.heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.heads))
+        self.D = nn.Parameter(torch.empty(self.heads))
+        self.norm_weight = nn.Parameter(torch.ones(di))
+        self.out_proj = nn.Linear(di, d, bias=False)
+
+    def forward(self, u, conv=None, ssm=None, block_len=None):
+        """
+        Scans u (r, s, d) from the boundary state (conv (r, w-1, c), ssm (r, h, p, n)), None for
+        zeros. Returns y (r, s, d), and the conv and ssm states before every block and at the end:
+        (r, k + 1, w-1, c), (r, k + 1, h, p, n) with k = s / block_len, or k = 1.
+        """
+        z, xBC = self.in_proj(u).split([self.d_inner, self.d_inner + 2 * self.d_state], -1)
+        if conv is None:
+            conv = xBC.new_zeros(len(u), self.w - 1, xBC.size(-1))
+        convs = ops.conv_boundaries(xBC, conv, block_len)
+        xBC = ops.causal_conv(xBC, self.conv_weight, self.conv_bias, conv)
+        x, B, C = xBC.split([self.d_inner, self.d_state, self.d_state], -1)
+        dtype = ops.at_least_fp32(u.dtype)
+        dt = F.softplus(self.dt_proj(u).to(dtype) + self.dt_bias.to(dtype))    # (r, s, h)
+        y, ssms = ops.ssd_scan(x.unflatten(-1, (self.heads, -1)), dt, -torch.exp(self.A_log.to(dtype)),
+                               B, C, self.D, ssm, block_len, self.chunk_len)
+        return self.out_proj(self.gated_norm(y.flatten(2), z)), convs, ssms
+
+    def gated_norm(self, y, z):
+        """RMS norm of y * SiLU(z), statistics in fp32."""
+        y = (y * F.silu(z)).to(ops.at_least_fp32(y.dtype))
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)
+        return (y * self.norm_weight).to(z.dtype)
+
+
+class BiMamba(nn.Module):
+    """Two untied Mamba-2 mixers. The clean stream only ever uses `fwd`, so its states are a cache."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.fwd, self.rev = Mamba2(config), Mamba2(config)
+
+    def scan_both(self, u, conv=None, ssm=None):
+        """Eq. partial-reverse: forward from the boundary state, reverse inside the block alone."""
+        return self.fwd(u, conv, ssm)[0] + self.rev(u.flip(1))[0].flip(1)
+
+    def two_stream(self, clean, noisy, rope, need_clean):
+        """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes. One clean scan gives every
+        boundary state (eq. boundary-state), then all noisy blocks run as one batch. Nothing is
+        detached: block losses train the prefix scan (eq. prefix-cache-gradient)."""
+        if clean.size(1) == 0:
+            return clean, self.scan_both(noisy)
+        y, conv, ssm = self.fwd(clean, block_len=noisy.size(1))
+        return y, self.scan_both(noisy, conv.flatten(0, 1), ssm.flatten(0, 1))
+
+    def extend(self, u, cache, layer, rope, block_len):
+        """Whole clean blocks u (b, m, d): continues the forward scan and moves the state on."""
+        conv, ssm = cache.conv[layer], cache.ssm[layer]
+        y, convs, ssms = self.fwd(u, conv, ssm)
+        conv.copy_(convs[:, -1] if u.size(1) else conv)
+        ssm.copy_(ssms[:, -1])
+        return y
+
+    def denoise(self, u, cache, layer, rope):
+        """One noisy block u (b, l, d): both directions, nothing written."""
+        return self.scan_both(u, cache.conv[layer], cache.ssm[layer])
+
+
+class Layer(nn.Module):
+    """
+    Norm, mixer, norm, MLP. Attention-only models are DDiT layers: AdaLN shifts, scales and gates both
+    halves. Hybrid layers are modulated at the mixer's input alone, without gates.
+    `mod` is (shift, scale, gate) of the mixer and of the MLP; None entries mean unmodulated.
+    """
+
+    def __init__(self, config, index):
+        super().__init__()
+        d = config.d_model
+        self.hybrid = config.hybrid
+        self.norm1 = nn.LayerNorm(d, bias=config.hybrid)
+        self.norm2 = nn.LayerNorm(d, bias=config.hybrid)
+        self.mixer = Attention(config) if index % config.attn_every == 0 else BiMamba(config)
+        self.mlp = nn.Sequential(nn.Linear(d, 4 * d), nn.GELU(approximate="tanh"), nn.Linear(4 * d, d))
+        self.adaln = nn.Linear(d, 2 * d if config.hybrid else 6 * d)
+
+    def modulation(self, c):
+        """Conditioning (m, 1, d), or None for no modulation -> six parts, each (m, 1, d) or None."""
+        if c is None:
+            return (None,) * 6
+        parts = self.adaln(c).chunk(2 if self.hybrid else 6, -1)
+        return (*parts, *(None,) * (6 - len(parts)))
+
+    def enter(self, h, mod):
+        return modulate(self.norm1(h), mod[0], mod[1])
+
+    def leave(self, h, y, mod):
+        h = gated(h, y, mod[2])
+        return gated(h, self.mlp(modulate(self.norm2(h), mod[3], mod[4])), mod[5])
+
+    def two_stream(self, clean, noisy, c_clean, c_noisy, rope, need_clean):
+        mod_clean, mod = self.modulation(c_clean), self.modulation(c_noisy)
+        y_clean, y = self.mixer.two_stream(
+            self.enter(clean, mod_clean), self.enter(noisy, mod), rope, need_clean)
+        clean = self.leave(clean, y_clean, mod_clean) if need_clean else None
+        return clean, self.leave(noisy, y, mod)
+
+    def extend(self, h, c, cache, layer, rope, block_len):
+        mod = self.modulation(c)
+        return self.leave(h, self.mixer.extend(self.enter(h, mod), cache, layer, rope, block_len), mod)
+
+    def denoise(self, h, c, cache, layer, rope):
+        mod = self.modulation(c)
+        return self.leave(h, self.mixer.denoise(self.enter(h, mod), cache, layer, rope), mod)
+
+
+# ----------------------------------------------------------------------------------------------
+# The model
+
+class BlockDiffusionLM(nn.Module):
+    """
+    Initialisation (n = number of layers)
+      embedding, projections, MLP      N(0, 0.02), biases 0
+      projections into the residual    N(0, 0.02 / sqrt(2 n)) in hybrid layers; DDiT gates start at 0
+      AdaLN, head                      0: the untrained loss is ln(vocabulary - 1)
+      norms, Mamba's D                 1
+      Mamba's A, dt                    A uniform in [1, 16]; dt log-uniform in [1e-3, 0.1] through the
+                                       inverse softplus
+      convolution                      uniform in +-1/sqrt(width), weight and bias
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        d = config.d_model
+        self.embed = nn.Embedding(config.vocab_size, d)
+        self.time = TimestepEmbedding(d)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.n_layer))
+        self.norm = nn.LayerNorm(d, bias=False)
+        self.adaln = nn.Linear(d, 2 * d)
+        self.head = nn.Linear(d, config.vocab_size, bias=False)
+        self._rope = None
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        residual = 0.02 / math.sqrt(2 * self.config.n_layer) if self.config.hybrid else 0.02
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                into_residual = name.endswith(("out_proj", "mlp.2")) and name.startswith("layers")
+                nn.init.normal_(module.weight, std=residual if into_residual else 0.02)
+                if getattr(module, "bias", None) is not None:
+                    nn.init.zeros_(module.bias)
+            if name.endswith("adaln") or name == "head":
+                nn.init.zeros_(module.weight)
+            if isinstance(module, Mamba2):
+                bound = self.config.conv_width ** -0.5
+                nn.init.uniform_(module.conv_weight, -bound, bound)
+                nn.init.uniform_(module.conv_bias, -bound, bound)
+                module.A_log.uniform_(1, 16).log_()
+                dt = module.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp()
+                module.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+                nn.init.ones_(module.D)
+
+    @property
+    def n_params(self):
+        return sum(p.numel() for p in self.parameters())
+
+    def param_groups(self, weight_decay):
+        """AdamW groups: decay for matrices, none for norms, biases, A_log, dt_bias and D."""
+        decay = [p for p in self.parameters() if p.dim() >= 2]
+        rest = [p for p in self.parameters() if p.dim() < 2]
+        return [dict(params=decay, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
+
+    # -- pieces shared by training and generation --
+
+    def block_len_for(self, s):
+        """The length of a diffusion block in s tokens: a full-sequence model takes them as one."""
+        l = s if self.config.full_sequence else self.config.block_len
+        if s == 0 or s % l:
+            raise ModelError(f"{s} tokens are not whole blocks of the model's block length {l}")
+        return l
+
+    def rope(self, start, stop):
+        """Rotary tables (cos, sin) of positions start..stop-1; grown when a longer one is asked for."""
+        if stop > self.config.rope_capacity:
+            raise ModelError(f"position {stop} is beyond the rotary capacity of "
+                             f"{self.config.rope_capacity} tokens; ask for a shorter length")
+        weight = self.embed.weight
+        dtype = ops.at_least_fp32(weight.dtype)
+        if (self._rope is None or len(self._rope[0]) < stop or self._rope[0].device != weight.device
+                or self._rope[0].dtype != dtype):
+            length = min(self.config.rope_capacity, max(stop, self.config.seq_len))
+            dim = self.config.d_model // self.config.n_head
+            self._rope = rope_table(length, dim, self.config.rope_theta, weight.device, dtype)
+        return self._rope[0][start:stop], self._rope[1][start:stop]
+
+    def rope_at(self, lengths, count):
+        """Tables of positions lengths[i]..lengths[i]+count-1: (count, e/2), or (b, 1, count, e/2)
+        when rows differ."""
+        if lengths.min() == lengths.max():
+            return self.rope(int(lengths[0]), int(lengths[0]) + count)
+        tables = [self.rope(n, n + count) for n in lengths.tolist()]
+        return tuple(torch.stack(part)[:, None] for part in zip(*tables))
+
+    def condition(self, t):
+        """Conditioning of noisy tokens (m, 1, d) from t (m,); of t = 0 where the model takes no t."""
+        if not self.config.time_conditioning:
+            t = torch.zeros(1, device=self.embed.weight.device)
+        return F.silu(self.time(t))
+
+    def condition_clean(self):
+        """Conditioning of clean tokens: never t. With timestep conditioning, none at all."""
+        return None if self.config.time_conditioning else self.condition(None)
+
+    def final(self, h, c):
+        """Last norm and modulation of noisy tokens: hidden states, ready for the head."""
+        return modulate(self.norm(h), *self.adaln(c).chunk(2, -1))
+
+    def logits(self, hidden):
+        """(..., d) -> (..., v) in fp32. Substitution: the mask token's logit is minus infinity."""
+        out = F.linear(hidden, self.head.weight[:-1])
+        return F.pad(out.to(ops.at_least_fp32(out.dtype)), (0, 1), value=float("-inf"))
+
+    # -- training: every block at once --
+
+    def all_block_hidden(self, x0, xt, t):
+        """Hidden states (b, s, d) of every noisy block given its clean prefix. x0, xt (b, s);
+        t (b, k). The clean stream stops before the last block, which no block can see."""
+        b, s = x0.shape
+        l = self.block_len_for(s)
+        clean = self.embed(x0[:, :s - l])                                      # (b, s - l, d)
+        noisy = self.embed(xt).view(-1, l, self.config.d_model)                # (b * k, l, d)
+        c_clean, c_noisy = self.condition_clean(), self.condition(t.reshape(-1))
+        rope = self.rope(0, s)
+        for i, layer in enumerate(self.layers):
+            need_clean = i + 1 < len(self.layers)    # after the last layer nobody reads it
+            clean, noisy = layer.two_stream(clean, noisy, c_clean, c_noisy, rope, need_clean)
+        return self.final(noisy, c_noisy).view(b, s, -1)
+
+    def all_block_logits(self, x0, xt, t):
+        """Logits (b, s, v) of every block at once: the deterministic inside of the objective."""
+        return self.logits(self.all_block_hidden(x0, xt, t))
+
+    def draw_noise(self, x0, generator=None):
+        """
+        t (b, k) ~ U(1e-3, 1) and is_masked (b, s), each token with probability t of its block.
+        generator: None, a torch.Generator, or a list of b of them, which makes the noise of a
+        sequence independent of the batch that it is in.
+        """
+        b, s = x0.shape
+        k = s // self.block_len_for(s)
+        if not isinstance(generator, (list, tuple)):
+            device = generator.device if generator is not None else x0.device
+            u = torch.rand(b, k + s, generator=generator, device=device)
+        else:
+            u = torch.stack([torch.rand(k + s, generator=g) for g in generator])
+        u = u.to(x0.device)
+        t = 1e-3 + (1 - 1e-3) * u[:, :k]
+        return t, u[:, k:] < t.repeat_interleave(s // k, 1)
+
+    def forward(self, x0, generator=None):
+        """
+        The NELBO of x0 (b, s) int64 in nats per token, one noise sample per block: eq. prefix-cache
+        with the weight of eq. bdlm-masked-objective, w(t) = 1/t for alpha_t = 1 - t. The sum is
+        divided by all b * s tokens, never by the masked ones, so splitting a batch changes nothing.
+        """
+        t, is_masked = self.draw_noise(x0, generator)
+        return self.loss(x0, is_masked, t)
+
+    def loss(self, x0, is_masked, t):
+        """The loss for given noise: is_masked (b, s), t (b, k)."""
+        xt = x0.masked_fill(is_masked, self.config.mask_id)
+        hidden = self.all_block_hidden(x0, xt, t)
+        weight = (1 / t).repeat_interleave(x0.size(1) // t.size(1), 1)         # (b, s)
+        nll = ops.linear_cross_entropy(hidden[is_masked], self.head.weight, x0[is_masked],
+                                       weight[is_masked])
+        return nll / x0.numel()
+
+    # -- generation: a cache of finished blocks and one active block --
+
+    def new_cache(self, batch, max_len):
+        """An empty cache for `batch` rows of at most max_len finished tokens each."""
+        c, weight = self.config, self.embed.weight
+        if max_len > c.rope_capacity:
+            raise ModelError(f"a length of {max_len} tokens is beyond the rotary capacity of "
+                             f"{c.rope_capacity}; ask for a shorter length")
+        keys, values, conv, ssm = [], [], [], []
+        for layer in self.layers:
+            attention = isinstance(layer.mixer, Attention)
+            kv = (batch, c.n_head, max_len, c.d_model // c.n_head)
+            keys.append(weight.new_empty(kv) if attention else None)
+            values.append(weight.new_empty(kv) if attention else None)
+            width = c.d_inner + 2 * c.d_state
+            conv.append(None if attention else weight.new_zeros(batch, c.conv_width - 1, width))
+            heads = c.d_inner // c.mamba_head_dim
+            ssm.append(None if attention else weight.new_zeros(
+                batch, heads, c.mamba_head_dim, c.d_state, dtype=ops.at_least_fp32(weight.dtype)))
+        return Cache(keys, values, conv, ssm, torch.zeros(batch, dtype=torch.long), max_len)
+
+    @torch.no_grad()
+    def prefill(self, x0, cache, chunk_tokens=4096):
+        """Appends finished blocks x0 (b, m), m a whole number of blocks, in chunks of bounded size.
+        Raises ModelError when the cache is too small."""
+        if x0.size(1) == 0:
+            return
+        if self.config.full_sequence:
+            raise ModelError("a full-sequence model has no prefix cache: put the prompt in its window")
+        l = self.block_len_for(x0.size(1))
+        if int(cache.lengths.max()) + x0.size(1) > cache.max_len:
+            raise ModelError(f"the cache holds {cache.max_len} tokens and cannot take "
+                             f"{x0.size(1)} more; make it with a larger max_len")
+        step = max(chunk_tokens // l, 1) * l
+        c = self.condition_clean()
+        for x in x0.split(step, 1):
+            h, rope = self.embed(x), self.rope_at(cache.lengths, x.size(1))
+            for i, layer in enumerate(self.layers):
+                h = layer.extend(h, c, cache, i, rope, l)
+            cache.lengths += x.size(1)
+
+    def commit(self, x0_block, cache):
+        """Appends one finished block (b, l): eq. bdlm-kv-cache's clean pass."""
+        self.prefill(x0_block, cache)
+
+    @torch.no_grad()
+    def denoise_hidden(self, xt, cache, t):
+        """Hidden states (b, l, d) of the active block; see `denoise`."""
+        if not self.config.full_sequence and xt.size(1) != self.config.block_len:
+            raise ModelError(f"this model was trained with blocks of {self.config.block_len} tokens and "
+                             f"cannot denoise a block of {xt.size(1)}")
+        h, c = self.embed(xt), self.condition(t)
+        rope = self.rope_at(cache.lengths, xt.size(1))
+        for i, layer in enumerate(self.layers):
+            h = layer.denoise(h, c, cache, i, rope)
+        return self.final(h, c)
+
+    def denoise(self, xt, cache, t):
+        """Logits (b, l, v) of the active block xt (b, l) at noise level t (b,). Reads the cache."""
+        return self.logits(self.denoise_hidden(xt, cache, t))
+
+    @torch.no_grad()
+    def generate_naive(self, prompt, length, decode_block):
+        """
+        Generation without a cache, the oracle for sample.py: every denoising step runs all blocks.
+        prompt (b, m); decode_block(xt, logits_fn) -> x0 as in sample.py. Returns (b, m + length).
+        """
+        tokens, total = prompt, prompt.size(1) + length
+        while tokens.size(1) < total:
+            l = total if self.config.full_sequence else self.config.block_len
+            start = tokens.size(1) // l * l
+            xt = tokens.new_full((len(tokens), l), self.config.mask_id)
+            xt[:, :tokens.size(1) - start] = tokens[:, start:]
+
+            def logits_fn(xt, t):
+                x = torch.cat([tokens[:, :start], xt], 1)
+                t = t[:, None].expand(-1, x.size(1) // l)
+                return self.all_block_logits(x, x, t)[:, start:]
+            tokens = torch.cat([tokens[:, :start], decode_block(xt, logits_fn)], 1)
+        return tokens[:, :total]
+
+
+# ----------------------------------------------------------------------------------------------
+# Checkpoints: one format, known only here
+
+def save_checkpoint(path, model, **extra):
+    """
+    Writes weights, configuration, versions and `extra` (tensors and plain values: tokenizer, step,
+    optimizer, ...) to path, atomically: a crash or a full disk leaves the old file as it was.
+    """
+    state = {k.replace("_orig_mod.", ""): v for k, v in model.state_dict().items()}
+    record = dict(format="nanobdlm-1", config=dataclasses.asdict(model.config), model=state,
+                  versions=dict(torch=torch.__version__, python=platform.python_version()), **extra)
+    temporary = f"{path}.tmp"
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        with open(temporary, "wb") as f:
+            torch.save(record, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+        if isinstance(error, (OSError, RuntimeError)):      # torch reports a short write as Runtime
+            raise ModelError(f"could not save {path} ({error}); the previous checkpoint is untouched, "
+                             f"free some space and use --resume") from error
+        raise
+
+
+def load_checkpoint(path, device="cpu"):
+    """Reads a checkpoint as plain data (never running code). Raises ModelError if it cannot."""
+    if not os.path.isfile(path):
+        raise ModelError(f"there is no checkpoint at {path}; make one with python train.py")
+    try:
+        record = torch.load(path, map_location=device, weights_only=True)
+        if record["format"] != "nanobdlm-1":
+            raise KeyError(record["format"])
+    except Exception as error:
+        raise ModelError(f"{path} is not a whole nanoBDLM checkpoint (truncated or another format: "
+                         f"{type(error).__name__}); train again or use another file") from error
+    return record
+
+
+def load_model(path, device="cpu"):
+    """Returns (model in evaluation mode on device, checkpoint record)."""
+    record = load_checkpoint(path, device)
+    try:
+        model = BlockDiffusionLM(ModelConfig(**record["config"])).to(device)
+        model.load_state_dict(record["model"])
+    except (TypeError, RuntimeError) as error:
+        raise ModelError(f"{path} holds weights of another configuration: "
+                         f"{str(error).splitlines()[0]}") from error
+    return model.eval(), record
+
+
+# ----------------------------------------------------------------------------------------------
+
+PAPER_PARAMS = {                        # tab:arch-87m and tab:arch-350m, in millions
+    "attention_87m": 89.17, "bdlm_attention_87m": 89.17, "diffumamba_h_87m": 96.98,
+    "mamba_h_87m": 96.98, "attention_350m": 353.03, "bdlm_attention_350m": 353.03,
+    "diffumamba_h_350m": 399.53, "mamba_h_350m": 350.97}
+
+
+def config_from_file(path):
+    """The ModelConfig that a config file describes; its training settings are left aside."""
+    from configurator import read_file
+    defaults = dataclasses.asdict(ModelConfig())
+    settings = read_file(path, defaults)
+    return ModelConfig(**{k: v for k, v in {**defaults, **settings}.items() if k in defaults})
+
+
+def main():
+    print(f"{'config':<24}{'width':>6}{'layers':>7}{'heads':>6}{'state':>6}{'block':>6}"
+          f"{'parameters':>14}{'paper':>10}")
+    for path in sorted(glob.glob(os.path.join(os.path.dirname(__file__) or ".", "config", "*.py"))):
+        name = os.path.basename(path)[:-3]
+        c = config_from_file(path)
+        with torch.device("meta"):
+            n_params = BlockDiffusionLM(c).n_params
+        paper = f"{PAPER_PARAMS[name]:.2f}M" if name in PAPER_PARAMS else "-"
+        print(f"{name:<24}{c.d_model:>6}{c.n_layer:>7}{c.n_head:>6}"
+              f"{c.d_state if c.hybrid else '-':>6}{c.block_len:>6}{n_params:>14,}{paper:>10}")
+
+
+if __name__ == "__main__":
+    main()

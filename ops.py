@@ -1,0 +1,275 @@
+"""
+The heavy operations of a block-diffusion Mamba-2 / attention hybrid, each with a plain twin.
+
+  ssd_scan              the selective state-space scan (paper, eq. mamba-scan-background), chunked
+  ssd_scan_ref          the same as a literal loop over positions: the definition
+  causal_conv           the short convolution before the scan, with carried state
+  two_stream_attention  clean and noisy streams of the all-block objective, one mask function
+  cached_attention      one chunk against a key/value cache and itself
+  linear_cross_entropy  head and loss over masked positions, never holding (b, s, v) logits
+
+Everything here is a function of tensors; no parameters, no configuration, none of our other files.
+See it work:    python -m pytest tests/test_ops.py
+Time it:        python bench.py ops
+"""
+import torch
+import torch.nn.functional as F
+
+
+def at_least_fp32(dtype):
+    """The dtype for states, decays and statistics: fp64 stays, everything smaller becomes fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+# ----------------------------------------------------------------------------------------------
+# The state-space scan.  s_i = exp(dt_i A) s_{i-1} + dt_i x_i B_i^T,   y_i = s_i C_i + D x_i
+
+def ssd_scan_ref(x, dt, A, B, C, D, initial_state=None, block_len=None):
+    """
+    The scan as a loop over positions. Slow, obvious, and what every other version is tested against.
+
+    x (b, s, h, p); dt (b, s, h) step sizes > 0; A (h,) < 0; B, C (b, s, n) shared by all heads; D (h,);
+    initial_state (b, h, p, n) or None for zeros; block_len divides s, or None for one block.
+    Returns y (b, s, h, p) in x.dtype and states (b, k + 1, h, p, n): the state before each of the
+    k = s / block_len blocks, then the final one.
+    """
+    b, s, h, p = x.shape
+    dtype = at_least_fp32(x.dtype)
+    xs, dt, Bs, Cs = (v.to(dtype) for v in (x, dt, B, C))
+    A, D = A.to(dtype), D.to(dtype)
+    state = _initial(initial_state, x, B, dtype)
+    states, ys = [state], []
+    for i in range(s):
+        decay = torch.exp(dt[:, i] * A)                                        # (b, h)
+        update = (dt[:, i, :, None] * xs[:, i])[..., None] * Bs[:, i, None, None, :]
+        state = decay[..., None, None] * state + update                        # (b, h, p, n)
+        ys.append((state * Cs[:, i, None, None, :]).sum(-1) + D[:, None] * xs[:, i])
+        if (i + 1) % (block_len or s) == 0:
+            states.append(state)
+    return torch.stack(ys, 1).to(x.dtype), torch.stack(states, 1)
+
+
+def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=128):
+    """
+    The same function as `ssd_scan_ref`, as matrix products over chunks of at most chunk_len
+    positions (state-space duality, Dao & Gu 2024). Differentiable in every tensor argument.
+    """
+    b, s, h, p = x.shape
+    n = B.size(-1)
+    assert s % (block_len or s or 1) == 0, f"{s} positions are not whole blocks of {block_len}"
+    l = _chunk_len(block_len, chunk_len) if block_len else max(1, min(chunk_len, s))
+    dtype = at_least_fp32(x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        xs, dt, B, C = (v.to(dtype) for v in (x, dt, B, C))
+        A, D = A.to(dtype), D.to(dtype)
+        tail = -s % l                                # dt = 0 leaves the state as it is
+        xd, Bc, Cc, a = (F.pad(v.flatten(2), (0, 0, 0, tail)).unflatten(1, (-1, l))
+                         for v in (xs * dt[..., None], B, C, dt * A))         # (b, c, l, .)
+        xd = xd.unflatten(-1, (h, p)).permute(0, 1, 3, 2, 4)                   # (b, c, h, l, p)
+        a = a.transpose(2, 3)                                                  # (b, c, h, l)
+
+        # 1. Inside a chunk: attention-like, with the decay between two positions as the mask.
+        decay = torch.exp(segsum(a))                                           # (b, c, h, l, l)
+        scores = Cc @ Bc.transpose(2, 3)                                       # (b, c, l, l)
+        y = (scores[:, :, None] * decay) @ xd                                  # (b, c, h, l, p)
+
+        # 2. What each chunk alone leaves behind at its end.
+        to_end = decay[..., -1, :, None]                                       # (b, c, h, l, 1)
+        local = (xd * to_end).transpose(3, 4) @ Bc[:, :, None]                 # (b, c, h, p, n)
+
+        # 3. The state before every chunk, from the chunk totals.
+        states = pass_states(local, a.sum(-1), _initial(initial_state, x, B, dtype))
+
+        # 4. What that state contributes to the positions of its chunk.
+        from_start = torch.exp(a.cumsum(-1))[..., None]                        # (b, c, h, l, 1)
+        y = y + from_start * (Cc[:, :, None] @ states[:, :-1].transpose(3, 4))
+        y = y.permute(0, 1, 3, 2, 4).reshape(b, -1, h, p)[:, :s] + D[:, None] * xs
+        every = block_len // l if block_len else states.size(1) - 1
+        return y.to(x.dtype), states[:, ::every]
+
+
+def pass_states(local, log_decay, initial):
+    """
+    Carries states over chunks: out[0] = initial, out[i + 1] = exp(log_decay[i]) out[i] + local[i].
+    local (b, c, h, p, n); log_decay (b, c, h) <= 0; initial (b, h, p, n). Returns (b, c + 1, h, p, n).
+    """
+    b, c, h, p, n = local.shape
+    sources = torch.cat([initial[:, None], local], 1).permute(0, 2, 1, 3, 4)   # (b, h, c+1, p, n)
+    decay = torch.exp(segsum(F.pad(log_decay.transpose(1, 2), (1, 0))))        # (b, h, c+1, c+1)
+    return (decay @ sources.flatten(3)).unflatten(3, (p, n)).permute(0, 2, 1, 3, 4)
+
+
+def segsum(a):
+    """
+    (..., l) -> (..., l, l): entry [i, j] is the sum of a over j+1..i, and -inf above the diagonal.
+    Summed under a mask: the difference of two cumulative sums would cancel over long sequences.
+    """
+    l = a.size(-1)
+    below = torch.ones(l, l, dtype=torch.bool, device=a.device).tril(-1)
+    sums = a[..., None].expand(*a.shape, l).masked_fill(~below, 0).cumsum(-2)
+    return sums.masked_fill(below.T, float("-inf"))
+
+
+def _chunk_len(block_len, chunk_len):
+    """The largest chunk <= chunk_len that divides the block, so that boundaries are chunk ends."""
+    return max(i for i in range(1, min(chunk_len, block_len) + 1) if block_len % i == 0)
+
+
+def _initial(state, x, B, dtype):
+    b, _, h, p = x.shape
+    return x.new_zeros(b, h, p, B.size(-1), dtype=dtype) if state is None else state.to(dtype)
+
+
+# ----------------------------------------------------------------------------------------------
+# The causal convolution over x, B and C
+
+def causal_conv(u, weight, bias, initial=None):
+    """
+    Depthwise causal convolution then SiLU: position i sees columns i-w+1..i.
+
+    u (b, s, c); weight (c, w); bias (c,); initial (b, w-1, c): the columns before the first, None
+    for zeros. Returns (b, s, c). The state to carry on is the last w-1 columns of [initial; u].
+    """
+    b, s, c = u.shape
+    w = weight.size(1)
+    if initial is None:
+        initial = u.new_zeros(b, w - 1, c)
+    columns = torch.cat([initial.to(u.dtype), u], 1)
+    out = bias
+    for i in range(w):
+        out = out + columns[:, i:i + s] * weight[:, i]
+    return F.silu(out).to(u.dtype)
+
+
+def conv_boundaries(u, initial, block_len):
+    """
+    Convolution states at every block boundary of u (b, s, c), given initial (b, w-1, c).
+    Returns (b, s / block_len + 1, w-1, c): before each block, then after the last.
+    """
+    w1 = initial.size(1)
+    columns = torch.cat([initial.to(u.dtype), u], 1)                           # (b, s + w1, c)
+    return columns.unfold(1, w1, block_len or max(u.size(1), 1)).transpose(2, 3)
+
+
+# ----------------------------------------------------------------------------------------------
+# Attention
+
+def two_stream_mask(q, kv, block_len, n_clean):
+    """
+    The visibility rule of the all-block objective, the only place where it is written down.
+
+    q, kv: integer positions (broadcastable) in [n_clean clean tokens; noisy tokens]. A clean token of
+    block i sees clean blocks 0..i; a noisy token of block i sees clean blocks 0..i-1 and its own
+    noisy block. Returns a boolean tensor, true where the query sees the key.
+    """
+    q_noisy, kv_noisy = q >= n_clean, kv >= n_clean
+    q_block = torch.where(q_noisy, q - n_clean, q) // block_len
+    kv_block = torch.where(kv_noisy, kv - n_clean, kv) // block_len
+    sees_clean = torch.where(q_noisy, kv_block < q_block, kv_block <= q_block)
+    return torch.where(kv_noisy, q_noisy & (q_block == kv_block), sees_clean)
+
+
+def two_stream_attention(clean, noisy, block_len):
+    """
+    Attention of both streams. clean = (q, k, v), each (b, h, s - block_len, e): every clean block but
+    the last, which nobody sees; q may be None where the clean output is not needed. noisy = (q, k, v),
+    each (b, h, s, e). Returns (clean output or None, noisy output) in the shapes of the queries.
+    """
+    (q_clean, k_clean, v_clean), (q, k, v) = clean, noisy
+    n_clean, s = k_clean.size(2), q.size(2)
+    if n_clean == 0:
+        return q_clean, F.scaled_dot_product_attention(q, k, v)
+    at = torch.arange(n_clean + s, device=q.device)
+    mask = two_stream_mask(at[:, None], at, block_len, n_clean)
+    out_clean = None if q_clean is None else F.scaled_dot_product_attention(
+        q_clean, k_clean, v_clean, attn_mask=mask[:n_clean, :n_clean])
+    k, v = torch.cat([k_clean, k], 2), torch.cat([v_clean, v], 2)
+    return out_clean, F.scaled_dot_product_attention(q, k, v, attn_mask=mask[n_clean:])
+
+
+def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
+    """
+    Attention of new tokens to a cache and to themselves, block-causally.
+
+    q, k, v (b, h, m, e): m new tokens in whole blocks of block_len; a token sees the cache, the new
+    blocks before its own, and its own block both ways. k_cache, v_cache (b, h, max_len, e): only the
+    first lengths[i] positions of row i hold anything. lengths: list of b ints. Returns (b, h, m, e).
+    """
+    m, longest = q.size(2), max(lengths)
+    block = torch.arange(m, device=q.device) // block_len
+    keys = torch.cat([k_cache[:, :, :longest], k], 2)
+    values = torch.cat([v_cache[:, :, :longest], v], 2)
+    if m <= block_len and min(lengths) == longest:       # every key is visible
+        return F.scaled_dot_product_attention(q, keys, values)
+    at = torch.arange(longest, device=q.device)
+    mask = block[:, None] >= torch.cat([at.new_zeros(longest) - 1, block])     # (m, longest + m)
+    if min(lengths) < longest:
+        held = at < torch.tensor(lengths, device=q.device)[:, None]            # (b, longest)
+        held = F.pad(held, (0, m), value=True)[:, None, None]
+        mask = mask & held
+        values = values.masked_fill(~held.transpose(2, 3), 0)                  # 0 * garbage is NaN
+        keys = keys.masked_fill(~held.transpose(2, 3), 0)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+
+
+# ----------------------------------------------------------------------------------------------
+# Head and loss
+
+def linear_cross_entropy_ref(hidden, head, target, weight):
+    """
+    Sum of weight * cross-entropy of the substitution parameterisation: the last row of the head is
+    the mask token's, whose logit is minus infinity. hidden (m, d); head (v, d); target, weight (m,).
+    """
+    logits = (hidden @ head[:-1].T).to(at_least_fp32(hidden.dtype))            # (m, v - 1)
+    return (weight * F.cross_entropy(logits, target, reduction="none")).sum()
+
+
+def linear_cross_entropy(hidden, head, target, weight, chunk_elements=2 ** 27):
+    """`linear_cross_entropy_ref`, tiled: at most chunk_elements logits exist at a time."""
+    return _LinearCrossEntropy.apply(hidden, head, target, weight, chunk_elements)
+
+
+def _cross_entropy_tile(hidden, head, target):
+    """Returns logits' softmax (m, v - 1), and the cross-entropy (m,), both in fp32 or better."""
+    logits = (hidden @ head[:-1].T).to(at_least_fp32(hidden.dtype))
+    lse = logits.logsumexp(-1)
+    ce = lse - logits.gather(1, target[:, None])[:, 0]
+    return torch.exp(logits - lse[:, None]), ce
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The gradient is made beside the loss, tile by tile: three products in all, nothing redone."""
+
+    @staticmethod
+    def forward(ctx, hidden, head, target, weight, chunk_elements):
+        dtype = at_least_fp32(hidden.dtype)
+        loss = hidden.new_zeros((), dtype=dtype)
+        wanted = any(ctx.needs_input_grad[:2])
+        d_hidden = torch.zeros_like(hidden) if wanted else None
+        d_head = torch.zeros_like(head, dtype=dtype) if wanted else None
+        tile = max(1, chunk_elements // head.size(0))
+        for i in range(0, hidden.size(0), tile):
+            h, y, w = hidden[i:i + tile], target[i:i + tile], weight[i:i + tile]
+            p, ce = _cross_entropy_tile(h, head, y)
+            loss += (w * ce).sum()
+            if wanted:
+                p[torch.arange(len(y), device=y.device), y] -= 1
+                d_logits = (p * w[:, None]).to(hidden.dtype)
+                d_hidden[i:i + tile] = d_logits @ head[:-1]
+                d_head[:-1] += d_logits.T @ h
+        ctx.save_for_backward(d_hidden, d_head)
+        ctx.head_dtype = head.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        d_hidden, d_head = ctx.saved_tensors
+        return (grad * d_hidden).to(d_hidden.dtype), (grad * d_head).to(ctx.head_dtype), None, None, None
+
+
+# ----------------------------------------------------------------------------------------------
+# Dispatch: which implementation of each operation runs
+
+def select_kernels(setting, device):
+    """Chooses kernels for a device; "torch" forces the plain twins. Returns one line that says which."""
+    return "kernels: torch"

@@ -1,0 +1,503 @@
+"""
+Trains any of the four models: one flat loop on a laptop, one GPU or several (data parallel with a
+ZeRO-style sharded AdamW). Objective: eq. prefix-cache with the weight of eq. bdlm-masked-objective.
+
+    python train.py                                                     # laptop, minutes, real text
+    torchrun --nproc_per_node=8 train.py config/mamba_h_87m.py          # one node
+
+Data order and noise are functions of (seed, step, row of the global batch): a resumed run, another
+number of GPUs or another micro-batch continues the same run, up to the order of summation.
+"""
+import contextlib
+import json
+import math
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import data as data_module
+import ops
+from configurator import ConfigError, configure
+from data import DataError, TokenData
+from model import BlockDiffusionLM, ModelConfig, ModelError, load_checkpoint, save_checkpoint
+
+# ---------------------------------------------------------------------------------------------
+# Settings: the defaults train a small BDLM Mamba-H on bytes in under four minutes on two cores.
+out_dir = "out"
+resume = False                          # continue from out_dir/ckpt.pt
+# data
+data = "data/stdlib"                    # a folder made by data.py; this one is made if it is missing
+tokenizer = "bytes"                     # bytes or gpt2
+# model (see ModelConfig)
+vocab_size = 258                        # 256 bytes, end-of-text, mask
+seq_len = 256
+block_len = 16
+attn_every = 3                          # layers 0 and 3 attend, 1 and 2 are Mamba-2
+n_layer = 4
+n_head = 4
+d_model = 128
+d_state = 32
+mamba_head_dim = 64
+time_conditioning = False
+# optimisation
+batch_size = 4                          # sequences per step, over all devices
+micro_batch_size = 0                    # sequences a device holds at a time; 0: all of its share
+max_iters = 4000
+learning_rate = 4e-3
+min_lr = 1e-6
+warmup_iters = 200
+beta1 = 0.9
+beta2 = 0.95
+weight_decay = 0.1
+grad_clip = 1.0
+seed = 1337
+# evaluation, logging, saving
+eval_interval = 1000                    # steps between validation losses and checkpoints
+eval_sequences = 64                     # validation sequences, the first of the split
+eval_samples = 1                        # noise samples per validation sequence
+log_interval = 50
+# system
+device = "auto"                         # auto, cpu, cuda or mps
+dtype = "auto"                          # auto: bfloat16 on CUDA, float32 elsewhere
+kernels = "auto"                        # auto, or torch to force the plain twins
+compile = True                          # torch.compile the layers; on CUDA only
+dist_timeout = 300                      # seconds until a collective without an answer ends the job
+# ---------------------------------------------------------------------------------------------
+
+
+class ShardedAdamW:
+    """
+    AdamW with fp32 master weights, moments and update sharded over ranks (ZeRO stage 2).
+
+    Parameters live in two flat buffers (with and without weight decay), and so do their gradients;
+    a step is one reduce-scatter of gradients, torch's own AdamW on this rank's slice, and one
+    all-gather of parameters. On one process the slice is everything and nothing is communicated.
+    Why not torch's: ZeroRedundancyOptimizer is stage 1, needs DDP's full all-reduce, and its state
+    cannot move to another number of ranks; fully_shard hooks every module and saves through a
+    second checkpoint library. This is shorter than their set-up, and its state is a dict by name.
+    """
+
+    def __init__(self, model, lr, betas, weight_decay, rank=0, world=1):
+        self.rank, self.world, self.flats = rank, world, []
+        names = {p: name.replace("_orig_mod.", "") for name, p in model.named_parameters()}
+        for group in model.param_groups(weight_decay):
+            sizes = [p.numel() for p in group["params"]]
+            padded = -(-sum(sizes) // world) * world
+            first = group["params"][0]
+            flat, grad = first.new_zeros(padded), first.new_zeros(padded)
+            places, at = {}, 0
+            for p, size in zip(group["params"], sizes):
+                flat[at:at + size] = p.detach().flatten()
+                p.data, p.grad = flat[at:at + size].view_as(p), grad[at:at + size].view_as(p)
+                places[names[p]] = (at, p.shape)
+                at += size
+            part = slice(rank * padded // world, (rank + 1) * padded // world)
+            shard = flat[part].clone() if world > 1 else flat
+            self.flats.append(dict(flat=flat, grad=grad, shard=shard, places=places, part=part,
+                                   weight_decay=group["weight_decay"]))
+            if world > 1:
+                dist.broadcast(flat, 0)
+                shard.copy_(flat[part])
+        self.adamw = torch.optim.AdamW(
+            [dict(params=[f["shard"]], weight_decay=f["weight_decay"]) for f in self.flats],
+            lr=lr, betas=betas, eps=1e-8, fused=self.flats[0]["flat"].is_cuda)
+
+    def reduce(self):
+        """Sums gradients over ranks, each rank keeping its slice. Returns the global norm, a tensor."""
+        square = 0
+        for f in self.flats:
+            f["shard"].grad = f["grad"]
+            if self.world > 1:
+                f["shard"].grad = torch.empty_like(f["shard"])
+                dist.reduce_scatter_tensor(f["shard"].grad, f["grad"])
+            square = square + f["shard"].grad.square().sum()
+        if self.world > 1:
+            dist.all_reduce(square)
+        return square.sqrt()
+
+    def step(self, lr, scale):
+        """Updates with the reduced gradients times scale (a tensor), then gathers parameters."""
+        for f, group in zip(self.flats, self.adamw.param_groups):
+            f["shard"].grad.mul_(scale)
+            group["lr"] = lr
+        self.adamw.step()
+        if self.world > 1:
+            for f in self.flats:
+                dist.all_gather_into_tensor(f["flat"], f["shard"])
+
+    def zero_grad(self):
+        for f in self.flats:
+            f["grad"].zero_()
+
+    def state_dict(self):
+        """The whole state by parameter name, on the CPU of rank 0 (None elsewhere). Collective."""
+        out = {}
+        for f in self.flats:
+            state = self.adamw.state.get(f["shard"], {})
+            for key in ("exp_avg", "exp_avg_sq"):
+                shard = state.get(key, torch.zeros_like(f["shard"]))
+                full = torch.empty_like(f["flat"]) if self.world > 1 else shard
+                if self.world > 1:
+                    dist.all_gather_into_tensor(full, shard)
+                if self.rank == 0:
+                    full = full.cpu()
+                    for name, (at, shape) in f["places"].items():
+                        part = full[at:at + shape.numel()].view(shape)
+                        out.setdefault(name, {})[key] = part.clone()
+            out["step"] = int(state.get("step", 0))
+        return out if self.rank == 0 else None
+
+    def load_state_dict(self, saved):
+        """Takes this rank's slice of a state saved on any number of ranks."""
+        for f in self.flats:
+            state = dict(step=torch.tensor(float(saved["step"]), device=f["shard"].device
+                                           if f["shard"].is_cuda else "cpu"))
+            for key in ("exp_avg", "exp_avg_sq"):
+                full = torch.zeros_like(f["flat"])
+                for name, (at, shape) in f["places"].items():
+                    full[at:at + shape.numel()] = saved[name][key].flatten()
+                state[key] = full[f["part"]].clone()
+            self.adamw.state[f["shard"]] = state
+
+
+# ---------------------------------------------------------------------------------------------
+# Small pieces
+
+def learning_rate_at(step, peak, floor, warmup, total):
+    """Linear warm-up to `peak`, then cosine to `floor` at step `total`."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = (step - warmup) / max(total - warmup, 1)
+    return floor + 0.5 * (peak - floor) * (1 + math.cos(math.pi * min(done, 1)))
+
+
+def transfer_lr(small_lr, width, depth, batch, tokens):
+    """
+    Complete(d)P-style transfer, eq. completedp-transfer: each argument but the first is the ratio
+    large / small. Exponents -1, -1/2, +1/2, -1/2 reproduce the paper's 1.23e-3 and 2.65e-3.
+    """
+    return small_lr * width ** -1 * depth ** -0.5 * batch ** 0.5 * tokens ** -0.5
+
+
+def noise_generators(seed, samples):
+    """One CPU generator per sample number, so that a sequence's noise does not depend on its batch."""
+    seeds = (np.random.SeedSequence([seed, int(i)]).generate_state(1, np.uint64)[0] for i in samples)
+    return [torch.Generator().manual_seed(int(s) & (2 ** 63 - 1)) for s in seeds]
+
+
+def train_flops(config, s, masked=0.5):
+    """
+    Floating-point operations of one training sequence of s tokens, forward and backward: matrix
+    products of both streams (2 per weight and token, times 3), attention's visible area, the scan's
+    chunked products, and the head on the masked positions only. Nothing recomputed is counted.
+    """
+    d, v, n, di = config.d_model, config.vocab_size, config.d_state, config.d_inner
+    l = s if config.full_sequence else config.block_len
+    k, clean = s // l, s - l
+    total = s * masked * 2 * d * v
+    for i in range(config.n_layer):
+        inside = 0 if i == config.n_layer - 1 else clean    # clean tokens that go past the mixer
+        total += (s + inside) * 2 * 8 * d * d
+        if i % config.attn_every == 0:
+            area = l * l * (k * (k - 1) // 2 + k)           # noisy: earlier clean blocks and its own
+            area += l * l * k * (k - 1) // 2 if inside else 0
+            total += (s + inside) * 2 * 4 * d * d + (clean - inside) * 2 * 2 * d * d + 4 * area * d
+        else:
+            c = min(config.chunk_len, l)
+            project = 2 * d * (2 * di + 2 * n + di // config.mamba_head_dim) + 2 * di * d
+            scan = 2 * c * n + 2 * c * di + 4 * n * di      # scores, times x, state in and out
+            total += (2 * s + clean) * (project + scan)
+    return 3 * total
+
+
+def pick_device(name):
+    """"auto" -> cuda, mps or cpu, whichever this machine has."""
+    if name != "auto":
+        return name
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def duration(seconds):
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}" if minutes >= 60 else f"{minutes}:{seconds:02d}"
+
+
+def plot_log(path, png):
+    """Draws training and validation loss (nats per token) from log.jsonl."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    with open(path) as f:
+        rows = [json.loads(line) for line in f]
+    train = [(r["step"], r["loss"]) for r in rows if "loss" in r]
+    val = [(r["step"], r["val_loss"]) for r in rows if "val_loss" in r]
+    fig, ax = plt.subplots(figsize=(7, 4))
+    ax.plot(*zip(*train), color="0.6", lw=1, label="training, mean since the last point")
+    if val:
+        ax.plot(*zip(*val), color="tab:blue", marker="o", ms=4, label="validation")
+    ax.set(xlabel="step", ylabel="NELBO, nats per token", title=os.path.dirname(path))
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False)
+    fig.tight_layout()
+    fig.savefig(png, dpi=120)
+    plt.close(fig)
+
+
+# ---------------------------------------------------------------------------------------------
+# Set-up
+
+class Parallel:
+    """Rank, world size and device of this process; starts and ends the process group."""
+
+    def __init__(self, device, timeout):
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.device = torch.device(pick_device(device))
+        if self.device.type == "cuda" and self.world > 1:
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.world > 1:
+            import datetime
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+
+    def sum(self, values):
+        """Sums a list of numbers over ranks."""
+        x = torch.tensor(values, dtype=torch.float64, device=self.device if self.world > 1 else "cpu")
+        if self.world > 1:
+            dist.all_reduce(x)
+        return x.tolist()
+
+    def close(self):
+        if self.world > 1:
+            dist.destroy_process_group()
+
+
+def share_of_batch(batch_size, micro_batch_size, rank, world):
+    """The rows of the global batch that this rank runs, as micro-batches: a list of ranges."""
+    if batch_size % world:
+        raise ConfigError(f"batch_size {batch_size} does not divide over {world} processes; "
+                          f"choose a multiple of {world}")
+    share = batch_size // world
+    micro = min(micro_batch_size or share, share)
+    if share % micro:
+        raise ConfigError(f"each process has {share} sequences per step, which micro_batch_size "
+                          f"{micro} does not divide")
+    return [range(i, i + micro) for i in range(rank * share, (rank + 1) * share, micro)]
+
+
+@torch.no_grad()
+def validation_nelbo(model, sequences, samples, seed, parallel, autocast, micro):
+    """Mean NELBO in nats per token over sequences (n, s), noise seeded per sequence and sample."""
+    nats = tokens = 0
+    mine = list(range(parallel.rank, len(sequences), parallel.world))
+    for i in range(0, len(mine), micro):
+        rows = mine[i:i + micro]
+        x0 = sequences[rows].to(parallel.device)
+        for sample in range(samples):
+            generators = noise_generators(seed + 1 + sample, rows)
+            with autocast():
+                nats += float(model(x0, generators)) * x0.numel()
+            tokens += x0.numel()
+    nats, tokens = parallel.sum([nats, tokens])
+    return nats / tokens
+
+
+def settings_now():
+    """The settings as they stand, by name."""
+    from configurator import settings_of
+    return settings_of(globals())
+
+
+class Log:
+    """out_dir/log.jsonl, one object per line; a resumed run drops what lies past its checkpoint."""
+
+    def __init__(self, path, step, enabled):
+        self.path, self.enabled = path, enabled
+        if not enabled:
+            return
+        kept = []
+        if step and os.path.exists(path):
+            with open(path) as f:
+                kept = [line for line in f if json.loads(line)["step"] <= step]
+        with open(path, "w") as f:
+            f.writelines(kept)
+
+    def write(self, row):
+        if self.enabled:
+            with open(self.path, "a") as f:
+                f.write(json.dumps(row) + "\n")
+
+
+# ---------------------------------------------------------------------------------------------
+# The script
+
+def main():
+    s = settings_now()
+    parallel = Parallel(device, dist_timeout)
+    master, dev = parallel.rank == 0, parallel.device
+    say = print if master else (lambda *a, **k: None)
+
+    # 1. Data. The default corpus is the standard library of this Python, prepared on first use.
+    if data == "data/stdlib" and not os.path.exists(os.path.join(data, "meta.json")) and master:
+        say("preparing data/stdlib from this Python's own source files")
+        data_module.prepare_stdlib(data)
+    parallel.sum([0])                                       # the others wait for rank 0
+    train_data = TokenData(data, "train", tokenizer)
+    val_data = TokenData(data, "val", tokenizer)
+    val = val_data.sequences(seq_len, eval_sequences)
+    expected = data_module.get_tokenizer(tokenizer).n_vocab
+    if vocab_size != expected:
+        raise ConfigError(f"vocab_size is {vocab_size} but the {tokenizer} tokenizer has {expected} "
+                          f"ids with the mask; set --vocab_size={expected}")
+
+    # 2. Model and optimizer.
+    fields = {f: s[f] for f in ModelConfig.__dataclass_fields__ if f in s}
+    config = ModelConfig(**fields)
+    torch.manual_seed(seed)
+    model = BlockDiffusionLM(config).to(dev)
+    micro_batches = share_of_batch(batch_size, micro_batch_size, parallel.rank, parallel.world)
+    optimizer = ShardedAdamW(model, learning_rate, (beta1, beta2), weight_decay,
+                             parallel.rank, parallel.world)
+    path, step = os.path.join(out_dir, "ckpt.pt"), 0
+    if resume:
+        record = load_checkpoint(path)
+        if record["config"] != vars(config):
+            changed = [k for k, v in vars(config).items() if record["config"].get(k) != v]
+            raise ModelError(f"{path} was trained with another {', '.join(changed)}; use the same "
+                             f"settings, or another out_dir")
+        model.load_state_dict(record["model"])
+        for f in optimizer.flats:
+            f["shard"].copy_(f["flat"][f["part"]])
+        optimizer.load_state_dict(record["optimizer"])
+        step = record["step"]
+    elif master:
+        os.makedirs(out_dir, exist_ok=True)
+    log = Log(os.path.join(out_dir, "log.jsonl"), step, master)
+
+    # 3. Precision, compilation, kernels.
+    use_bf16 = dtype == "bfloat16" or (dtype == "auto" and dev.type == "cuda")
+    def autocast():
+        if use_bf16:
+            return torch.autocast(dev.type, dtype=torch.bfloat16)
+        return contextlib.nullcontext()
+    chosen = ops.select_kernels(kernels, dev)
+    if compile and dev.type == "cuda":
+        model.compile_layers()
+    if warmup_iters >= max_iters:
+        raise ConfigError(f"warmup_iters {warmup_iters} must be below max_iters {max_iters}")
+    say(f"{config.n_layer} layers, width {config.d_model}, {model.n_params:,} parameters | "
+        f"{parallel.world} x {dev} {'bf16' if use_bf16 else 'fp32'} | {chosen}")
+    say(f"{train_data.n_tokens:,} training tokens | {batch_size} x {seq_len} tokens a step, "
+        f"{len(micro_batches)} micro-batches | {max_iters * batch_size * seq_len:,} tokens in all")
+
+    stop = []
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sig, lambda number, frame: stop.append(number))
+
+    def validate():
+        model.eval()
+        loss = validation_nelbo(model, val, eval_samples, seed, parallel, autocast,
+                                len(micro_batches[0]))
+        model.train()
+        return loss
+
+    def save(step):
+        state = optimizer.state_dict()
+        if master:
+            save_checkpoint(path, model, step=step, optimizer=state, tokenizer=tokenizer, settings=s)
+
+    # 4. The loop.
+    flops = train_flops(config, seq_len) * batch_size
+    bad_steps, losses, started, first = 0, [], time.time(), step
+    tick, val_loss = started, None
+    saved = step if resume else -1
+    while step < max_iters:
+        lr = learning_rate_at(step, learning_rate, min_lr, warmup_iters, max_iters)
+        optimizer.zero_grad()
+        loss = 0.0
+        for rows in micro_batches:
+            x0 = train_data.batch(seed, step, rows, batch_size, seq_len).to(dev, non_blocking=True)
+            generators = noise_generators(seed, [step * batch_size + row for row in rows])
+            with autocast():
+                part = model(x0, generators) * (len(rows) / batch_size)
+            part.backward()
+            loss = loss + part.detach()
+        norm = optimizer.reduce()
+        loss, = parallel.sum([float(loss)])
+        norm = float(norm)
+        if math.isfinite(loss) and math.isfinite(norm):
+            optimizer.step(lr, min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0)
+            bad_steps = 0
+            losses.append(loss)
+        else:
+            bad_steps += 1
+            say(f"step {step}: loss {loss}, gradient norm {norm}: step skipped ({bad_steps} in a row)")
+            if bad_steps == 3:
+                raise ModelError(f"three steps in a row were not finite; the last good checkpoint is "
+                                 f"in {out_dir}; lower learning_rate and use --resume")
+        step += 1
+        stopping = parallel.sum([len(stop)])[0] > 0 if step % 10 == 0 or parallel.world == 1 else False
+
+        if step % log_interval == 0 or step == max_iters:
+            now = time.time()
+            count = log_interval if step - first >= log_interval else max(step - first, 1)
+            ms = 1000 * (now - tick) / count
+            row = dict(step=step, loss=round(sum(losses) / max(len(losses), 1), 5), lr=lr,
+                       grad_norm=round(norm, 4), ms=round(ms, 2),
+                       tok_per_s=round(1000 * batch_size * seq_len / ms),
+                       memory=torch.cuda.max_memory_allocated() if dev.type == "cuda" else 0)
+            done = (step - first) / (max_iters - first)
+            eta = (now - started) * (1 - done) / done
+            speed = f"{row['tok_per_s']:,} tok/s"
+            if dev.type == "cuda":
+                speed += f" | {flops / ms / 1e9 / parallel.world:.0f} TFLOP/s | {row['memory'] / 2**30:.1f} GiB"
+            say(f"{step:>6}/{max_iters} {'#' * int(20 * step / max_iters):<20} loss {row['loss']:.4f} | "
+                f"lr {lr:.2e} | grad {norm:.2f} | {ms:.0f} ms | {speed} | ETA {duration(eta)}", flush=True)
+            log.write(row)
+            tick, losses = now, []
+        if step % eval_interval == 0 or step == max_iters:
+            val_loss = validate()
+            log.write(dict(step=step, val_loss=round(val_loss, 5)))
+            say(f"{step:>6}/{max_iters} validation {val_loss:.4f} nats per token", flush=True)
+        if step % eval_interval == 0 or step == max_iters or stopping:
+            save(step)
+            saved = step
+            tick = time.time()
+        if stopping:
+            say(f"stopped at step {step}; {path} is saved, go on with --resume")
+            parallel.close()
+            sys.exit(128 + stop[0] if stop else 0)
+
+    # 5. What came out.
+    if val_loss is None:
+        val_loss = validate()
+    n_bytes = int(val_data.sequence_bytes(seq_len, eval_sequences).sum())
+    bpb = val_loss * val.numel() / math.log(2) / n_bytes
+    say(f"trained in {duration(time.time() - started)}; validation NELBO {val_loss:.4f} nats per token, "
+        f"perplexity {math.exp(val_loss):.2f}, {bpb:.3f} bits per byte")
+    if master and tokenizer == "bytes":
+        train_tokens = np.concatenate(train_data.shards)
+        base = data_module.byte_baselines(train_tokens, val)
+        say(f"baselines on the same text: byte bigram {base['bigram']:.3f}, "
+            f"byte unigram {base['unigram']:.3f} bits per byte")
+    if master and os.path.exists(log.path):
+        png = os.path.join(out_dir, "loss.png")
+        plot_log(log.path, png)
+        say(f"wrote {path}, {log.path}, {png}")
+    parallel.close()
+
+
+if __name__ == "__main__":
+    try:
+        configure(globals())
+        main()
+    except (ConfigError, DataError, ModelError) as error:
+        sys.exit(f"train.py: {error}")
