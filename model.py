@@ -574,7 +574,7 @@ def save_checkpoint(path, model, **extra):
     """
     state = {k.replace("_orig_mod.", ""): v for k, v in model.state_dict().items()}
     record = dict(format="nanobdlm-1", config=dataclasses.asdict(model.config), model=state,
-                  versions=dict(torch=torch.__version__, python=platform.python_version()), **extra)
+                  versions=dict(torch=str(torch.__version__), python=platform.python_version()), **extra)
     temporary = f"{path}.tmp"
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)

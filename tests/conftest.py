@@ -1,0 +1,41 @@
+"""Small models in fp64 for the tests; equalities are checked to rounding, not to taste."""
+import os
+import sys
+
+import pytest
+import torch
+
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
+torch.set_num_threads(2)
+
+from model import BlockDiffusionLM, ModelConfig  # noqa: E402
+
+# The four architectures, small: (attn_every, block_len) for 32-token sequences.
+ARCHITECTURES = {"attention": (1, 32), "diffumamba_h": (2, 32), "bdlm_attention": (1, 8), "mamba_h": (2, 8)}
+BLOCK_MODELS = ["bdlm_attention", "mamba_h"]
+
+
+def make_model(name, dtype=torch.float64, seed=0, **changes):
+    """A random model with every parameter perturbed, so that no zero initialisation hides a path."""
+    attn_every, block_len = ARCHITECTURES[name]
+    settings = dict(vocab_size=23, seq_len=32, block_len=block_len, attn_every=attn_every, n_layer=4,
+                    n_head=2, d_model=16, d_state=8, mamba_head_dim=8, chunk_len=4)
+    torch.manual_seed(seed)
+    model = BlockDiffusionLM(ModelConfig(**{**settings, **changes})).to(dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    return model
+
+
+def make_batch(model, batch=3, seq_len=32, seed=1):
+    """Clean tokens, noised tokens and noise levels: (b, s), (b, s), (b, k)."""
+    g = torch.Generator().manual_seed(seed)
+    x0 = torch.randint(0, model.config.mask_id, (batch, seq_len), generator=g)
+    t, is_masked = model.draw_noise(x0, g)
+    return x0, x0.masked_fill(is_masked, model.config.mask_id), t.double()
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)

@@ -1,0 +1,271 @@
+"""What the README says of the model, each sentence as a test. fp64 wherever it is an equality."""
+import dataclasses
+import glob
+import math
+import os
+
+import pytest
+import torch
+
+import model as model_module
+from conftest import ARCHITECTURES, BLOCK_MODELS, make_batch, make_model
+from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file, load_model, save_checkpoint
+
+ROOT = os.path.join(os.path.dirname(__file__), "..")
+PARAMETERS = {
+    "attention_87m": 89_172_160, "bdlm_attention_87m": 89_172_160,
+    "diffumamba_h_87m": 96_977_416, "mamba_h_87m": 96_977_416,
+    "attention_350m": 353_026_688, "bdlm_attention_350m": 353_026_688,
+    "diffumamba_h_350m": 399_527_000, "mamba_h_350m": 350_974_180}
+
+both_times = pytest.mark.parametrize("time_conditioning", [False, True])
+all_models = pytest.mark.parametrize("name", ARCHITECTURES)
+block_models = pytest.mark.parametrize("name", BLOCK_MODELS)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameter_counts_are_the_papers_to_the_unit(name):
+    with torch.device("meta"):
+        n_params = BlockDiffusionLM(config_from_file(os.path.join(ROOT, "config", f"{name}.py"))).n_params
+    assert n_params == PARAMETERS[name]
+    assert f"{n_params / 1e6:.2f}" == f"{model_module.PAPER_PARAMS[name]:.2f}"
+
+
+def test_every_config_file_describes_a_model():
+    files = glob.glob(os.path.join(ROOT, "config", "*.py"))
+    assert len(files) >= 13
+    for path in files:
+        assert isinstance(config_from_file(path), ModelConfig)
+
+
+@all_models
+@both_times
+def test_cached_logits_equal_all_block_logits_for_every_block(name, time_conditioning):
+    model = make_model(name, time_conditioning=time_conditioning)
+    x0, xt, t = make_batch(model)
+    l = model.config.block_len
+    logits = model.all_block_logits(x0, xt, t)
+    cache = model.new_cache(3, 32)
+    for i in range(32 // l):
+        block = slice(i * l, i * l + l)
+        torch.testing.assert_close(model.denoise(xt[:, block], cache, t[:, i]), logits[:, block])
+        if i + 1 < 32 // l:
+            model.commit(x0[:, block], cache)
+
+
+@block_models
+@pytest.mark.parametrize("chunk_tokens", [8, 16, 4096])
+def test_a_prefix_read_in_chunks_leaves_the_same_cache(name, chunk_tokens):
+    model = make_model(name)
+    x0, xt, t = make_batch(model)
+    cache = model.new_cache(3, 32)
+    model.prefill(x0[:, :24], cache, chunk_tokens)
+    torch.testing.assert_close(model.denoise(xt[:, 24:], cache, t[:, 3]),
+                               model.all_block_logits(x0, xt, t)[:, 24:])
+
+
+def cache_bytes_after(model, x0):
+    cache = model.new_cache(len(x0), 32)
+    model.prefill(x0, cache)
+    held = [p[:, :, :x0.size(1)] for p in cache.keys + cache.values if p is not None]
+    return [p.clone() for p in held + [p for p in cache.conv + cache.ssm if p is not None]]
+
+
+@block_models
+def test_the_cache_is_bit_identical_for_every_t(name):
+    """With timestep conditioning on: denoising at any t leaves the cache as it was, and the clean
+    stream has no input through which t could reach it."""
+    model = make_model(name, time_conditioning=True)
+    x0, xt, _ = make_batch(model)
+    before = cache_bytes_after(model, x0[:, :24])
+    for level in (0.001, 0.5, 1.0):
+        cache = model.new_cache(3, 32)
+        for i in range(3):
+            model.denoise(xt[:, 8 * i:8 * i + 8], cache, torch.full((3,), level))
+            model.commit(x0[:, 8 * i:8 * i + 8], cache)
+        stepwise = [p[:, :, :24] for p in cache.keys + cache.values if p is not None]
+        stepwise += [p for p in cache.conv + cache.ssm if p is not None]
+        kept = [p.clone() for p in stepwise]
+        a = model.denoise(xt[:, 24:], cache, torch.full((3,), level))
+        b = model.denoise(xt[:, 24:], cache, torch.full((3,), 0.7))
+        assert not torch.equal(a, b), "t must reach the active block"
+        for p, q, r in zip(stepwise, kept, before):
+            assert torch.equal(p, q)
+            torch.testing.assert_close(p, r)
+        if level == 0.001:
+            first = kept
+        assert all(torch.equal(p, q) for p, q in zip(kept, first))
+
+
+@block_models
+def test_a_noisy_or_future_token_changes_no_other_block_and_no_cache(name):
+    model = make_model(name)
+    x0, xt, t = make_batch(model, batch=1)
+    logits = model.all_block_logits(x0, xt, t)
+    for j in range(4):
+        block = slice(8 * j, 8 * j + 8)
+        changed = xt.clone()
+        changed[:, 8 * j + 3] = (changed[:, 8 * j + 3] + 1) % model.config.vocab_size
+        other = model.all_block_logits(x0, changed, t)
+        same = [torch.equal(other[:, 8 * i:8 * i + 8], logits[:, 8 * i:8 * i + 8]) for i in range(4)]
+        assert same == [i != j for i in range(4)], "a noisy token is seen by its own block alone"
+        future = x0.clone()
+        future[:, block] = (future[:, block] + 1) % model.config.mask_id
+        other = model.all_block_logits(future, xt, t)
+        same = [torch.equal(other[:, 8 * i:8 * i + 8], logits[:, 8 * i:8 * i + 8]) for i in range(4)]
+        assert same == [i <= j for i in range(4)], "a clean token is seen by later blocks alone"
+
+
+def test_block_losses_reach_every_earlier_clean_token_through_mamba_states_alone():
+    model = make_model("mamba_h")
+    for layer in model.layers[::2]:
+        layer.mixer.out_proj.weight.data.zero_()        # cut every attention layer
+    x0, xt, t = make_batch(model, batch=1)
+    inputs = []
+    embed = model.embed.forward
+    model.embed.forward = lambda tokens: inputs.append(embed(tokens).detach().requires_grad_()) or inputs[-1]
+    logits = model.all_block_logits(x0, xt, t)[..., :-1]
+    clean = inputs[0]                                   # (1, 24, d): blocks 0..2
+    for k in range(4):
+        loss = logits[:, 8 * k:8 * k + 8].logsumexp(-1).sum()
+        grad, = torch.autograd.grad(loss, clean, retain_graph=True, allow_unused=True)
+        reached = grad[0].abs().sum(-1) > 0
+        assert reached[:8 * k].all() and not reached[8 * k:].any()
+
+
+@all_models
+@both_times
+def test_all_block_loss_is_the_sum_of_per_block_losses_with_the_same_gradients(name, time_conditioning):
+    model = make_model(name, time_conditioning=time_conditioning)
+    x0, xt, t = make_batch(model, batch=2)
+    is_masked = xt == model.config.mask_id
+    l = model.config.block_len
+    whole = model.loss(x0, is_masked, t)
+    grads = torch.autograd.grad(whole, list(model.parameters()), allow_unused=True)
+    total = 0
+    for k in range(32 // l):                            # block k alone, after its clean prefix
+        stop = 8 * k + l
+        only = is_masked[:, :stop].clone()
+        only[:, :stop - l] = False
+        total = total + model.loss(x0[:, :stop], only, t[:, :k + 1]) * stop / 32
+    torch.testing.assert_close(total, whole)
+    for a, b in zip(torch.autograd.grad(total, list(model.parameters()), allow_unused=True), grads):
+        a, b = (torch.zeros(()) if g is None or not g.any() else g for g in (a, b))
+        torch.testing.assert_close(a, b)
+
+
+def test_the_loss_does_not_depend_on_the_batch_split():
+    model = make_model("mamba_h")
+    x0, _, _ = make_batch(model, batch=4)
+    def noise(rows):
+        return [torch.Generator().manual_seed(100 + i) for i in rows]
+    whole = model(x0, noise(range(4)))
+    parts = sum(model(x0[i:i + 2], noise(range(i, i + 2))) / 2 for i in (0, 2))
+    torch.testing.assert_close(parts, whole)
+
+
+@all_models
+def test_an_untrained_model_scores_ln_of_the_vocabulary_within_its_standard_error(name):
+    attn_every, block_len = ARCHITECTURES[name]
+    model = BlockDiffusionLM(ModelConfig(
+        vocab_size=50_258, seq_len=32, block_len=block_len, attn_every=attn_every, n_layer=2, n_head=2,
+        d_model=16, d_state=8, mamba_head_dim=8))
+    with torch.no_grad():
+        g = torch.Generator().manual_seed(0)
+        losses = torch.stack([model(torch.randint(0, 50_257, (64, 32), generator=g), g) for _ in range(12)])
+    error = losses.std() / math.sqrt(len(losses))
+    assert error < 0.5 and abs(losses.mean() - math.log(50_257)) < 4 * error
+
+
+@pytest.mark.parametrize("attn_every", [1, 2])
+def test_a_full_sequence_model_is_a_block_model_with_one_block(attn_every):
+    full = make_model("attention" if attn_every == 1 else "diffumamba_h")
+    block = BlockDiffusionLM(dataclasses.replace(full.config, seq_len=64, block_len=32)).double()
+    block.load_state_dict(full.state_dict())
+    x0, xt, t = make_batch(full)
+    assert block.config.full_sequence is False and full.config.full_sequence is True
+    torch.testing.assert_close(block.all_block_logits(x0, xt, t), full.all_block_logits(x0, xt, t))
+
+
+@block_models
+def test_block_length_one_is_an_autoregressive_model(name):
+    model = make_model(name, block_len=1)
+    x0, xt, t = make_batch(model, batch=2)
+    masked = torch.full_like(x0, model.config.mask_id)
+    logits = model.all_block_logits(x0, masked, torch.ones(2, 32))
+    cache = model.new_cache(2, 32)
+    for i in range(32):
+        torch.testing.assert_close(model.denoise(masked[:, :1], cache, torch.ones(2)), logits[:, i:i + 1])
+        model.commit(x0[:, i:i + 1], cache)
+
+
+def test_the_mask_token_has_probability_zero():
+    model = make_model("mamba_h")
+    assert (model.all_block_logits(*make_batch(model))[..., -1] == float("-inf")).all()
+
+
+def test_weight_decay_falls_on_matrices_only():
+    model = make_model("mamba_h")
+    decay, rest = model.param_groups(0.1)
+    names = {id(p): n for n, p in model.named_parameters()}
+    assert {names[id(p)].rsplit(".", 1)[-1] for p in rest["params"]} <= {
+        "bias", "weight", "norm_weight", "conv_bias", "A_log", "dt_bias", "D"}
+    assert all("norm" in names[id(p)] for p in rest["params"] if names[id(p)].endswith("weight"))
+    assert len(decay["params"]) + len(rest["params"]) == len(names) and rest["weight_decay"] == 0
+
+
+# -- bad input --
+
+def test_sequences_and_blocks_of_the_wrong_length_are_refused_in_a_sentence():
+    with pytest.raises(ModelError, match="whole blocks"):
+        ModelConfig(seq_len=100, block_len=16)
+    with pytest.raises(ModelError, match="rotary capacity"):
+        ModelConfig(seq_len=2 ** 19, block_len=256)
+    model = make_model("mamba_h")
+    cache = model.new_cache(1, 16)
+    with pytest.raises(ModelError, match="trained with blocks of 8"):
+        model.denoise(torch.zeros(1, 4, dtype=torch.long), cache, torch.ones(1))
+    with pytest.raises(ModelError, match="whole blocks"):
+        model.prefill(torch.zeros(1, 12, dtype=torch.long), cache)
+    with pytest.raises(ModelError, match="cannot take"):
+        model.prefill(torch.zeros(1, 24, dtype=torch.long), cache)
+    with pytest.raises(ModelError, match="rotary capacity"):
+        model.new_cache(1, 262_145)
+
+
+def test_a_checkpoint_comes_back_as_it_was_and_never_runs_code(tmp_path):
+    model, path = make_model("mamba_h"), str(tmp_path / "ckpt.pt")
+    save_checkpoint(path, model, step=3, tokenizer="bytes")
+    again, record = load_model(path)
+    assert record["step"] == 3 and again.config == model.config
+    for a, b in zip(model.parameters(), again.parameters()):
+        assert torch.equal(a.float(), b)
+
+
+def test_missing_truncated_and_foreign_checkpoints_are_refused_in_a_sentence(tmp_path):
+    path = str(tmp_path / "ckpt.pt")
+    with pytest.raises(ModelError, match="no checkpoint"):
+        load_model(path)
+    save_checkpoint(path, make_model("mamba_h"))
+    whole = open(path, "rb").read()
+    for damaged in (whole[:len(whole) // 2], b"", b"not a checkpoint"):
+        open(path, "wb").write(damaged)
+        with pytest.raises(ModelError, match="not a whole nanoBDLM checkpoint"):
+            load_model(path)
+    torch.save({"a": 1}, path)
+    with pytest.raises(ModelError, match="not a whole nanoBDLM checkpoint"):
+        load_model(path)
+
+
+def test_a_failed_save_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
+    model, path = make_model("mamba_h"), str(tmp_path / "ckpt.pt")
+    save_checkpoint(path, model, step=1)
+    def full_disk(record, f):
+        f.write(b"half a checkpoint")
+        raise OSError(28, "No space left on device")
+    for failure in (full_disk, lambda record, f: (_ for _ in ()).throw(KeyboardInterrupt())):
+        monkeypatch.setattr(torch, "save", failure)
+        with pytest.raises((ModelError, KeyboardInterrupt)):
+            save_checkpoint(path, model, step=2)
+        assert load_model(path)[1]["step"] == 1
+        assert os.listdir(tmp_path) == ["ckpt.pt"]

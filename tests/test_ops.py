@@ -1,0 +1,117 @@
+"""The heavy operations against their definitions, in fp64."""
+import pytest
+import torch
+
+import ops
+
+
+def scan_inputs(s, grad=True):
+    b, h, p, n = 2, 3, 4, 5
+    raw = dict(x=torch.randn(b, s, h, p), dt=torch.rand(b, s, h) + 0.01, A=-4 * torch.rand(h),
+               B=torch.randn(b, s, n), C=torch.randn(b, s, n), D=torch.randn(h),
+               initial_state=torch.randn(b, h, p, n))
+    return {k: v.double().requires_grad_(grad) for k, v in raw.items()}
+
+
+@pytest.mark.parametrize("s, block_len, chunk_len",
+                         [(48, 16, 8), (48, 16, 16), (48, 16, 128), (45, 9, 6), (37, None, 8), (5, 1, 4), (1, 1, 1)])
+def test_chunked_scan_equals_the_loop_with_all_gradients(s, block_len, chunk_len):
+    inputs = scan_inputs(s)
+    results = []
+    for scan, extra in ((ops.ssd_scan_ref, {}), (ops.ssd_scan, dict(chunk_len=chunk_len))):
+        y, states = scan(**inputs, block_len=block_len, **extra)
+        weights = torch.linspace(-1, 1, states.numel()).view_as(states)
+        grads = torch.autograd.grad((y * torch.cos(y)).sum() + (weights * states).sum(), list(inputs.values()))
+        results.append((y, states, *grads))
+    for name, a, b in zip(("y", "states", *inputs), *results):
+        assert a.shape == b.shape, name
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda m: f"{name}: {m}")
+
+
+def test_a_scan_continues_from_any_boundary_state():
+    inputs = scan_inputs(48, grad=False)
+    y, states = ops.ssd_scan(**inputs, block_len=16, chunk_len=8)
+    part = {k: v[:, 16:32] if k in ("x", "dt", "B", "C") else v for k, v in inputs.items()}
+    part["initial_state"] = states[:, 1]
+    y_part, states_part = ops.ssd_scan(**part, chunk_len=8)
+    torch.testing.assert_close(y_part, y[:, 16:32])
+    torch.testing.assert_close(states_part[:, -1], states[:, 2])
+
+
+def test_long_decays_neither_overflow_nor_cancel():
+    inputs = {k: v.float() for k, v in scan_inputs(512, grad=False).items()}
+    inputs["dt"], inputs["A"] = inputs["dt"] * 10, inputs["A"] * 5
+    y, _ = ops.ssd_scan(**inputs, chunk_len=128)
+    exact, _ = ops.ssd_scan_ref(**{k: v.double() for k, v in inputs.items()})
+    assert (y - exact).norm() / exact.norm() < 1e-6
+
+
+def test_convolution_with_carried_state_equals_one_pass():
+    u, weight, bias = torch.randn(2, 24, 6).double(), torch.randn(6, 4).double(), torch.randn(6).double()
+    start = torch.randn(2, 3, 6).double()
+    whole = ops.causal_conv(u, weight, bias, start)
+    states = ops.conv_boundaries(u, start, 8)
+    assert states.shape == (2, 4, 3, 6)
+    for i in range(3):
+        part = ops.causal_conv(u[:, 8 * i:8 * i + 8], weight, bias, states[:, i])
+        torch.testing.assert_close(part, whole[:, 8 * i:8 * i + 8])
+    reference = torch.nn.functional.conv1d(
+        torch.cat([start, u], 1).transpose(1, 2), weight[:, None], bias, groups=6).transpose(1, 2)
+    torch.testing.assert_close(whole, torch.nn.functional.silu(reference))
+
+
+def test_mask_rule_written_out_for_four_blocks():
+    l, n_clean = 2, 6                                   # 3 clean blocks, 4 noisy blocks of 2 tokens
+    at = torch.arange(n_clean + 8)
+    mask = ops.two_stream_mask(at[:, None], at, l, n_clean)
+    for q in range(14):
+        for kv in range(14):
+            if q < 6:
+                expected = kv < 6 and kv // 2 <= q // 2
+            elif kv < 6:
+                expected = kv // 2 < (q - 6) // 2
+            else:
+                expected = (kv - 6) // 2 == (q - 6) // 2
+            assert mask[q, kv] == expected, (q, kv)
+
+
+def test_two_stream_attention_equals_attention_block_by_block():
+    b, h, l, k, e = 2, 3, 4, 5, 8
+    clean = [torch.randn(b, h, (k - 1) * l, e).double() for _ in range(3)]
+    noisy = [torch.randn(b, h, k * l, e).double() for _ in range(3)]
+    out_clean, out_noisy = ops.two_stream_attention(clean, noisy, l)
+    for i in range(k):
+        own = slice(i * l, i * l + l)
+        keys = torch.cat([clean[1][:, :, :i * l], noisy[1][:, :, own]], 2)
+        values = torch.cat([clean[2][:, :, :i * l], noisy[2][:, :, own]], 2)
+        expected = (noisy[0][:, :, own] @ keys.mT / e ** 0.5).softmax(-1) @ values
+        torch.testing.assert_close(out_noisy[:, :, own], expected)
+        if i < k - 1:
+            keys, values = clean[1][:, :, :i * l + l], clean[2][:, :, :i * l + l]
+            expected = (clean[0][:, :, own] @ keys.mT / e ** 0.5).softmax(-1) @ values
+            torch.testing.assert_close(out_clean[:, :, own], expected)
+
+
+def test_cached_attention_ignores_what_lies_beyond_each_rows_length():
+    b, h, l, e, lengths = 3, 2, 4, 8, [0, 8, 4]
+    q, k, v = (torch.randn(b, h, l, e).double() for _ in range(3))
+    keys, values = (torch.full((b, h, 16, e), float("nan")).double() for _ in range(2))
+    for i, n in enumerate(lengths):
+        keys[i, :, :n], values[i, :, :n] = torch.randn(2, h, n, e).double()
+    out = ops.cached_attention(q, k, v, keys, values, lengths, l)
+    for i, n in enumerate(lengths):
+        ks, vs = torch.cat([keys[i, :, :n], k[i]], 1), torch.cat([values[i, :, :n], v[i]], 1)
+        torch.testing.assert_close(out[i], (q[i] @ ks.mT / e ** 0.5).softmax(-1) @ vs)
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 100, 10 ** 6])
+def test_tiled_cross_entropy_equals_the_plain_one_with_gradients(chunk_elements):
+    hidden = torch.randn(13, 6).double().requires_grad_()
+    head = torch.randn(9, 6).double().requires_grad_()
+    target, weight = torch.randint(0, 8, (13,)), torch.rand(13).double()
+    a = ops.linear_cross_entropy_ref(hidden, head, target, weight)
+    b = ops.linear_cross_entropy(hidden, head, target, weight, chunk_elements)
+    torch.testing.assert_close(a, b)
+    for x, y in zip(torch.autograd.grad(2 * a, (hidden, head)), torch.autograd.grad(2 * b, (hidden, head))):
+        torch.testing.assert_close(x, y)
+    assert not torch.autograd.grad(ops.linear_cross_entropy(hidden, head, target, weight), head)[0][-1].any()
