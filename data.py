@@ -421,7 +421,7 @@ def zstd_lines(file):
                 *lines, rest = (rest + decoder.decompress(piece)).split(b"\n")
             except zstandard.ZstdError as error:
                 raise OSError(f"damaged zstd data: {error}") from None
-            yield from lines
+            yield from (line + b"\n" for line in lines)
             piece = decoder.unused_data if decoder.eof else b""
     if not decoder.eof:
         raise EOFError("truncated zstd data")
@@ -445,8 +445,8 @@ def read_records(file, name, done):
             if line.strip():
                 yield number, line
             continue
-        text.append(line.rstrip(b"\r\n") + b"\n")
-        size += len(line)
+        text.append(line.replace(b"\r\n", b"\n"))
+        size += len(text[-1])
         if size > 100_000 or size > 10_000 and not line.strip():
             yield number, b"".join(text)
             text, size = [], 0
@@ -522,7 +522,7 @@ class Preparation:
     """
 
     def __init__(self, out, sources, tokenizer, source, revision="", budget=0, val_fraction=0.0,
-                 skip_bad=False, command="", shard_tokens=SHARD_TOKENS):
+                 skip_bad=False, command="", shard_tokens=None):
         self.out, self.sources, self.tokenizer = Path(out), sources, get_tokenizer(tokenizer)
         self.source, self.revision, self.command = source, revision, command
         self.budget, self.val_fraction, self.skip_bad = int(budget), val_fraction, skip_bad
@@ -530,7 +530,7 @@ class Preparation:
         self.made_from = dict(
             files=len(sources), first=sources[0].name, sha256=hashlib.sha256(inputs).hexdigest(),
             revision=revision, tokenizer=tokenizer, budget=self.budget, val_fraction=val_fraction,
-            shard_tokens=shard_tokens)
+            shard_tokens=shard_tokens or SHARD_TOKENS)
 
     def run(self, workers=None):
         """Prepares what is not there yet and returns meta.json's content. Raises DataError."""
@@ -557,7 +557,7 @@ class Preparation:
         """Takes up where progress.json is, or begins; true if there is nothing left to do."""
         self.out.mkdir(parents=True, exist_ok=True)
         names = [name for name in ("meta.json", "progress.json") if (self.out / name).is_file()]
-        if not names and any(self.out.iterdir()):
+        if not names and any(path.suffix != ".tmp" for path in self.out.iterdir()):
             raise DataError(f"{self.out} is not empty: remove it, or choose another --out")
         saved = json.loads((self.out / names[0]).read_text()) if names else {}
         if names and saved.get("made_from") != self.made_from:
@@ -565,7 +565,7 @@ class Preparation:
                             "it, or choose another --out")
         self.position, self.skipped = saved.get("position", [0, 0]), saved.get("skipped", 0)
         if "meta.json" in names:
-            return True
+            return self.clean()
         size, counts = self.made_from["shard_tokens"], saved.get("splits", {})
         self.writers = {s: SplitWriter(self.out, s, size, **counts.get(s, {})) for s in SPLITS}
         self.save()
@@ -632,7 +632,7 @@ class Preparation:
             skipped=self.skipped, splits={s: w.save() for s, w in self.writers.items()}))
 
     def finish(self):
-        """Writes meta.json and removes what only the preparation needed."""
+        """Writes meta.json and returns it."""
         wanted = [source.split for source in self.sources] + ["val"] * (self.val_fraction > 0)
         for split in wanted:
             if not self.writers[split].documents:
@@ -640,9 +640,14 @@ class Preparation:
                                 "give more text, or another --val_fraction")
         meta = write_meta(self.out, self.source, self.revision, self.tokenizer.name, self.writers,
                           self.skipped, self.made_from)
-        (self.out / "progress.json").unlink()
-        shutil.rmtree(self.out / "download", ignore_errors=True)
+        self.clean()
         return meta
+
+    def clean(self):
+        """Removes what only the preparation needed."""
+        (self.out / "progress.json").unlink(missing_ok=True)
+        shutil.rmtree(self.out / "download", ignore_errors=True)
+        return True
 
 
 def local_sources(paths, split):

@@ -69,18 +69,21 @@ class Sampler:
             raise ConfigError("tokens_per_step must be at least 1, temperature at least 0, and top_p "
                               "in (0, 1]")
 
-    def uniform(self, *shape, device):
+    def uniform(self, *shape, device, active=None):
         """(b, *shape) fp64 uniforms, row i from generators[i]. fp32 noise would truncate the tail of
-        the Gumbel distribution and sharpen samples (arXiv 2409.02908)."""
-        rows = [torch.rand(*shape, generator=g, dtype=torch.float64) for g in self.generators]
+        the Gumbel distribution and sharpen samples (arXiv 2409.02908). Rows that are not active get
+        0.5 and draw nothing, so that waiting for another row changes nothing."""
+        active = [True] * len(self.generators) if active is None else active.tolist()
+        rows = [torch.rand(*shape, generator=g, dtype=torch.float64) if on else
+                torch.full(shape, 0.5, dtype=torch.float64) for g, on in zip(self.generators, active)]
         return torch.stack(rows).to(device)
 
-    def pick(self, logits):
+    def pick(self, logits, active=None):
         """Draws tokens (b, m) from logits (b, m, v) by Gumbel-argmax, after temperature and cuts."""
         if self.temperature == 0:
             return logits.argmax(-1)
         logits = cut(logits.double() / self.temperature, self.top_k, self.top_p)
-        u = self.uniform(*logits.shape[1:], device=logits.device)
+        u = self.uniform(*logits.shape[1:], device=logits.device, active=active)
         return (logits - torch.log(-torch.log(u))).argmax(-1)
 
 
@@ -118,20 +121,22 @@ def decode_block(xt, logits_fn, sampler, on_step=None):
     t = (xt == sampler.mask_id).double().mean(1)
     done = 0
     while (masked := xt == sampler.mask_id).any():
+        active = masked.any(1)
         if hitting:                                     # the largest of m uniforms on (0, t)
-            u = sampler.uniform(1, device=device)[:, 0]
+            u = sampler.uniform(1, device=device, active=active)[:, 0]
             t = t * u ** (1 / masked.sum(1).clamp(min=1))
         else:
             t = masked.double().mean(1)
         logits = logits_fn(xt, t.float())
         if sampler.order in ("random", "first_hitting"):
             at = order[:, done:done + p]                                       # (b, p)
-            drawn = sampler.pick(logits.gather(1, at[..., None].expand(-1, -1, logits.size(-1))))
+            seen = logits.gather(1, at[..., None].expand(-1, -1, logits.size(-1)))
+            drawn = sampler.pick(seen, active)
             reveal = torch.zeros_like(masked).scatter(1, at, True) & masked
             x0 = xt.scatter(1, at, drawn)
             done += p
         else:
-            x0 = sampler.pick(logits)                                          # (b, l)
+            x0 = sampler.pick(logits, active)                                  # (b, l)
             sure = logits.softmax(-1).gather(2, x0[..., None])[..., 0].masked_fill(~masked, -1)
             best = sure.topk(1 if sampler.order == "threshold" else p, 1).indices
             reveal = torch.zeros_like(masked).scatter(1, best, True)

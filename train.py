@@ -111,8 +111,9 @@ class ShardedAdamW:
         """Sums gradients over ranks, each rank keeping its slice. Returns the global norm, a tensor."""
         square = 0
         for f in self.flats:
-            f["shard"].grad = f["grad"]
-            if self.world > 1:
+            if self.world == 1:
+                f["shard"].grad = f["grad"]
+            else:
                 f["shard"].grad = torch.empty_like(f["shard"])
                 dist.reduce_scatter_tensor(f["shard"].grad, f["grad"])
             square = square + f["shard"].grad.square().sum()
@@ -215,6 +216,11 @@ def train_flops(config, s, masked=0.5):
     return 3 * total
 
 
+def bits_per_byte(nats_per_token, n_tokens, n_bytes):
+    """Bits per UTF-8 byte of the source text."""
+    return nats_per_token * n_tokens / math.log(2) / n_bytes
+
+
 def pick_device(name):
     """"auto" -> cuda, mps or cpu, whichever this machine has."""
     if name != "auto":
@@ -236,7 +242,7 @@ def plot_log(path, png):
     import matplotlib.pyplot as plt
     with open(path) as f:
         rows = [json.loads(line) for line in f]
-    train = [(r["step"], r["loss"]) for r in rows if "loss" in r]
+    train = [(r["step"], r["loss"]) for r in rows if r.get("loss")]
     val = [(r["step"], r["val_loss"]) for r in rows if "val_loss" in r]
     fig, ax = plt.subplots(figsize=(7, 4))
     ax.plot(*zip(*train), color="0.6", lw=1, label="training, mean since the last point")
@@ -416,7 +422,8 @@ def main():
 
     # 4. The loop.
     flops = train_flops(config, seq_len) * batch_size
-    bad_steps, losses, started, first = 0, [], time.time(), step
+    bad_steps = skipped = 0
+    losses, started, first = [], time.time(), step
     tick, val_loss = started, None
     saved = step if resume else -1
     while step < max_iters:
@@ -438,7 +445,7 @@ def main():
             bad_steps = 0
             losses.append(loss)
         else:
-            bad_steps += 1
+            bad_steps, skipped = bad_steps + 1, skipped + 1
             say(f"step {step}: loss {loss}, gradient norm {norm}: step skipped ({bad_steps} in a row)")
             if bad_steps == 3:
                 raise ModelError(f"three steps in a row were not finite; the last good checkpoint is "
@@ -450,16 +457,16 @@ def main():
             now = time.time()
             count = log_interval if step - first >= log_interval else max(step - first, 1)
             ms = 1000 * (now - tick) / count
-            row = dict(step=step, loss=round(sum(losses) / max(len(losses), 1), 5), lr=lr,
-                       grad_norm=round(norm, 4), ms=round(ms, 2),
-                       tok_per_s=round(1000 * batch_size * seq_len / ms),
+            mean = sum(losses) / len(losses) if losses else None
+            row = dict(step=step, loss=mean and round(mean, 5), lr=lr, grad_norm=round(norm, 4), ms=round(ms, 2),
+                       tok_per_s=round(1000 * batch_size * seq_len / ms), skipped=skipped,
                        memory=torch.cuda.max_memory_allocated() if dev.type == "cuda" else 0)
             done = (step - first) / (max_iters - first)
             eta = (now - started) * (1 - done) / done
             speed = f"{row['tok_per_s']:,} tok/s"
             if dev.type == "cuda":
                 speed += f" | {flops / ms / 1e9 / parallel.world:.0f} TFLOP/s | {row['memory'] / 2**30:.1f} GiB"
-            say(f"{step:>6}/{max_iters} {'#' * int(20 * step / max_iters):<20} loss {row['loss']:.4f} | "
+            say(f"{step:>6}/{max_iters} {'#' * int(20 * step / max_iters):<20} loss {mean or math.nan:.4f} | "
                 f"lr {lr:.2e} | grad {norm:.2f} | {ms:.0f} ms | {speed} | ETA {duration(eta)}", flush=True)
             log.write(row)
             tick, losses = now, []
@@ -480,7 +487,7 @@ def main():
     if val_loss is None:
         val_loss = validate()
     n_bytes = int(val_data.sequence_bytes(seq_len, eval_sequences).sum())
-    bpb = val_loss * val.numel() / math.log(2) / n_bytes
+    bpb = bits_per_byte(val_loss, val.numel(), n_bytes)
     say(f"trained in {duration(time.time() - started)}; validation NELBO {val_loss:.4f} nats per token, "
         f"perplexity {math.exp(val_loss):.2f}, {bpb:.3f} bits per byte")
     if master and tokenizer == "bytes":

@@ -1,0 +1,219 @@
+"""Training: resume, ranks, baselines, failures. Tiny models on a tiny invented corpus."""
+import importlib.util
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from configurator import ConfigError, configure
+from data import byte_baselines, prepare_stdlib
+from model import ModelError, load_checkpoint
+
+ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), ".."))
+TINY = ["--seq_len=32", "--block_len=8", "--d_model=32", "--n_head=2", "--n_layer=2", "--attn_every=2",
+        "--d_state=8", "--mamba_head_dim=16", "--batch_size=4", "--warmup_iters=1", "--max_iters=4",
+        "--log_interval=1", "--eval_interval=2", "--eval_sequences=4", "--device=cpu", "--learning_rate=1e-2"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    root = tmp_path_factory.mktemp("source")
+    for i in range(60):
+        (root / f"module_{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * (5 + i % 7))
+    out = tmp_path_factory.mktemp("data") / "corpus"
+    prepare_stdlib(str(out), root=str(root))
+    return str(out)
+
+
+def run(argv, monkeypatch=None, patch=None):
+    """train.py's main in this process, with its own globals."""
+    spec = importlib.util.spec_from_file_location("train_under_test", os.path.join(ROOT, "train.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    configure(vars(module), argv)
+    if patch:
+        patch(module)
+    handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        module.main()
+    finally:
+        for s, handler in zip((signal.SIGTERM, signal.SIGINT), handlers):
+            signal.signal(s, handler)
+    return module
+
+
+def read_log(out_dir):
+    with open(os.path.join(out_dir, "log.jsonl")) as f:
+        return [json.loads(line) for line in f]
+
+
+def test_four_steps_equal_two_then_resume_then_two_bit_for_bit(corpus, tmp_path):
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    run(TINY + [f"--data={corpus}", f"--out_dir={a}"])
+    def stop_after_two(module):                         # the same run, interrupted at step 2
+        learning_rate_at = module.learning_rate_at
+        def interrupted(step, *rest):
+            if step == 2:
+                raise KeyboardInterrupt
+            return learning_rate_at(step, *rest)
+        module.learning_rate_at = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        run(TINY + [f"--data={corpus}", f"--out_dir={b}"], patch=stop_after_two)
+    assert load_checkpoint(f"{b}/ckpt.pt")["step"] == 2
+    run(TINY + [f"--data={corpus}", f"--out_dir={b}", "--resume"])
+    x, y = load_checkpoint(f"{a}/ckpt.pt"), load_checkpoint(f"{b}/ckpt.pt")
+    assert x["step"] == y["step"] == 4
+    for name in x["model"]:
+        assert torch.equal(x["model"][name], y["model"][name]), name
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(x["optimizer"][name][moment], y["optimizer"][name][moment])
+    losses = [[(r["step"], r.get("loss"), r.get("val_loss")) for r in read_log(d)] for d in (a, b)]
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+
+
+def test_accumulation_does_not_change_the_run(corpus, tmp_path):
+    losses = []
+    for micro in (4, 1):
+        out = str(tmp_path / str(micro))
+        run(TINY + [f"--data={corpus}", f"--out_dir={out}", f"--micro_batch_size={micro}"])
+        losses.append([r["loss"] for r in read_log(out) if "loss" in r])
+    np.testing.assert_allclose(*losses, rtol=2e-5)
+
+
+def torchrun(processes, argv):
+    return subprocess.run([sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}",
+                           "--master_port=0", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0",
+                           "train.py", *argv], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+                          capture_output=True, text=True, timeout=150)
+
+
+def test_two_processes_train_the_same_model_as_one_and_resume_on_one(corpus, tmp_path):
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    run(TINY + [f"--data={corpus}", f"--out_dir={one}", "--max_iters=5", "--eval_interval=5"])
+    done = torchrun(2, TINY + [f"--data={corpus}", f"--out_dir={two}", "--max_iters=5", "--eval_interval=5"])
+    assert done.returncode == 0, done.stderr
+    a, b = load_checkpoint(f"{one}/ckpt.pt"), load_checkpoint(f"{two}/ckpt.pt")
+    for name in a["model"]:
+        torch.testing.assert_close(a["model"][name], b["model"][name], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(a["optimizer"][name]["exp_avg"], b["optimizer"][name]["exp_avg"],
+                                   rtol=1e-3, atol=1e-6)
+    losses = [[r.get("loss") or r["val_loss"] for r in read_log(d)] for d in (one, two)]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+    module = run(TINY + [f"--data={corpus}", f"--out_dir={two}", "--max_iters=6", "--resume"])
+    assert load_checkpoint(f"{two}/ckpt.pt")["step"] == 6 and module is not None
+
+
+def test_sharded_adamw_is_adamw(corpus):
+    from conftest import make_model
+    from train import ShardedAdamW
+    ours, plain = make_model("mamba_h"), make_model("mamba_h")
+    sharded = ShardedAdamW(ours, 1e-2, (0.9, 0.95), 0.1)
+    adamw = torch.optim.AdamW(plain.param_groups(0.1), lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+    x0 = torch.randint(0, 22, (2, 32))
+    for step in range(4):
+        for model in (ours, plain):
+            model(x0, torch.Generator().manual_seed(step)).backward()
+        norm = sharded.reduce()
+        sharded.step(1e-2, min(1.0, 1.0 / (float(norm) + 1e-6)))
+        sharded.zero_grad()
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        adamw.step()
+        adamw.zero_grad()
+        torch.testing.assert_close(norm, expected)
+    for a, b in zip(ours.parameters(), plain.parameters()):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_three_in_a_row_stop_the_run(corpus, tmp_path, capsys):
+    def poison(steps):
+        def patch(module):
+            reduce, count = module.ShardedAdamW.reduce, [0]
+            def poisoned(self):
+                count[0] += 1
+                return reduce(self) * (float("nan") if count[0] in steps else 1)
+            module.ShardedAdamW.reduce = poisoned
+        return patch
+    out = str(tmp_path / "a")
+    run(TINY + [f"--data={corpus}", f"--out_dir={out}"], patch=poison({2, 3}))
+    assert capsys.readouterr().out.count("step skipped") == 2
+    out = str(tmp_path / "b")
+    with pytest.raises(ModelError, match="three steps in a row"):
+        run(TINY + [f"--data={corpus}", f"--out_dir={out}", "--max_iters=9"], patch=poison({3, 4, 5}))
+    record = load_checkpoint(f"{out}/ckpt.pt")
+    assert record["step"] == 4 and all(p.isfinite().all() for p in record["model"].values())
+
+
+def test_sigterm_saves_and_resume_goes_on(corpus, tmp_path):
+    out = str(tmp_path / "out")
+    argv = TINY + [f"--data={corpus}", f"--out_dir={out}", "--max_iters=100000", "--eval_interval=100000"]
+    process = subprocess.Popen([sys.executable, "train.py", *argv], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if "loss" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    rest = process.stdout.read()
+    assert process.wait(60) == 128 + signal.SIGTERM and "go on with --resume" in rest
+    step = load_checkpoint(f"{out}/ckpt.pt")["step"]
+    assert step >= 1 and read_log(out)[-1]["step"] == step
+
+
+def test_another_configuration_is_not_resumed(corpus, tmp_path):
+    out = str(tmp_path)
+    run(TINY + [f"--data={corpus}", f"--out_dir={out}"])
+    with pytest.raises(ModelError, match="another d_state"):
+        run(TINY + [f"--data={corpus}", f"--out_dir={out}", "--resume", "--d_state=16"])
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--batch_size=4", "--micro_batch_size=3"], "does not divide"), (["--vocab_size=300"], "--vocab_size=258"),
+    (["--warmup_iters=4"], "must be below")])
+def test_settings_that_contradict_each_other_are_refused(corpus, tmp_path, argv, message):
+    with pytest.raises(ConfigError, match=message):
+        run(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", *argv])
+
+
+def test_learning_rate_transfer_gives_the_papers_figures():
+    from train import transfer_lr
+    assert f"{transfer_lr(4e-3, 896 / 448, 18 / 12, 64 / 32, 17.65 / 5.000):.2e}" == "1.23e-03"
+    assert f"{transfer_lr(8e-3, 832 / 448, 18 / 12, 64 / 32, 17.65 / 5.000):.2e}" == "2.65e-03"
+
+
+def test_the_schedule_warms_up_then_falls_to_the_floor():
+    from train import learning_rate_at
+    rates = [learning_rate_at(i, 1.0, 1e-6, 10, 100) for i in range(101)]
+    assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0 and rates[100] == pytest.approx(1e-6)
+    assert all(a > b for a, b in zip(rates[10:], rates[11:]))
+
+
+def test_bits_per_byte_by_hand():
+    """Six bytes and an end-of-text at ln 2 nats a token: 7 bits over 6 bytes. The bigram's counts by hand."""
+    from train import bits_per_byte
+    assert bits_per_byte(math.log(2), 7, 6) == pytest.approx(7 / 6)
+    base = byte_baselines(np.array([97, 98, 97, 98]), np.array([97, 98]))
+    assert base["unigram"] == pytest.approx(-math.log2(3 / 261))
+    first = -math.log2(2 / 258)                         # end-of-text, then a: once in training
+    assert base["bigram"] == pytest.approx((first - math.log2(3 / 259)) / 2)
+
+
+def test_scripts_answer_bad_input_with_one_sentence_and_a_non_zero_exit(corpus, tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    run(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}/out"])
+    cases = [("train.py", ["--learning_rat=1"], "did you mean learning_rate"),
+             ("train.py", ["--seq_len=100"], "whole blocks"),
+             ("train.py", [f"--data={tmp_path}/none"], "none"),
+             ("sample.py", [f"--out_dir={tmp_path}/none"], "make one with python train.py"),
+             ("sample.py", [f"--out_dir={tmp_path}/out", f"--prompt_file={tmp_path}/latin.txt"], "not UTF-8"),
+             ("sample.py", [f"--out_dir={tmp_path}/out", "--length=262144", "--prompt=a"], "rotary capacity")]
+    running = [(subprocess.Popen([sys.executable, script, *argv], cwd=ROOT, stdout=subprocess.PIPE,
+                                 stderr=subprocess.PIPE, text=True), message) for script, argv, message in cases]
+    for process, message in running:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode not in (0, None) and "Traceback" not in err, err
+        assert message in err.splitlines()[-1], err
