@@ -90,7 +90,7 @@ class Cache:
     values: list                        # (b, heads, max_len, head_dim)
     conv: list                          # (b, conv_width - 1, channels), Mamba layers
     ssm: list                           # (b, heads, head_dim, state), fp32
-    lengths: torch.Tensor               # (b,) int64, on the CPU
+    lengths: torch.Tensor               # (b,) int64, on the device: kernels read it there
     max_len: int
 
     @property
@@ -165,32 +165,31 @@ class Attention(nn.Module):
     def merge(self, y):
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
-    def two_stream(self, clean, noisy, rope, need_clean):
+    def two_stream(self, clean, noisy, rope, masks, need_clean):
         """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes."""
-        b, l = len(clean), noisy.size(1)
-        n_clean = clean.size(1)
+        b, n_clean, _ = clean.shape
         cos, sin = rope
         q_clean, k_clean, v_clean = self.project(clean, (cos[:n_clean], sin[:n_clean]))
         parts = self.project(noisy.unflatten(0, (b, -1)).flatten(1, 2), rope)
         y_clean, y = ops.two_stream_attention(
-            (q_clean if need_clean else None, k_clean, v_clean), parts, l)
+            (q_clean if need_clean else None, k_clean, v_clean), parts, masks)
         return self.merge(y_clean) if need_clean else None, self.merge(y).view_as(noisy)
 
     def extend(self, u, cache, layer, rope, block_len):
         """Whole clean blocks u (b, m, d): attends block-causally and appends keys and values."""
         q, k, v = self.project(u, rope)
         keys, values = cache.keys[layer], cache.values[layer]
-        y = ops.cached_attention(q, k, v, keys, values, cache.lengths.tolist(), block_len)
-        for row, at in enumerate(cache.lengths.tolist()):
-            keys[row, :, at:at + u.size(1)] = k[row]
-            values[row, :, at:at + u.size(1)] = v[row]
+        y = ops.cached_attention(q, k, v, keys, values, cache.lengths, block_len)
+        rows = torch.arange(len(u), device=u.device)[:, None]
+        at = cache.lengths[:, None] + torch.arange(u.size(1), device=u.device)
+        keys[rows, :, at], values[rows, :, at] = k.transpose(1, 2), v.transpose(1, 2)
         return self.merge(y)
 
     def denoise(self, u, cache, layer, rope):
         """One noisy block u (b, l, d): attends to the cache and itself, writes nothing."""
         q, k, v = self.project(u, rope)
         y = ops.cached_attention(q, k, v, cache.keys[layer], cache.values[layer],
-                                 cache.lengths.tolist(), u.size(1))
+                                 cache.lengths, u.size(1))
         return self.merge(y)
 
 
@@ -250,7 +249,7 @@ class BiMamba(nn.Module):
         """Eq. partial-reverse: forward from the boundary state, reverse inside the block alone."""
         return self.fwd(u, conv, ssm)[0] + self.rev(u.flip(1))[0].flip(1)
 
-    def two_stream(self, clean, noisy, rope, need_clean):
+    def two_stream(self, clean, noisy, rope, masks, need_clean):
         """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes. One clean scan gives every
         boundary state (eq. boundary-state), then all noisy blocks run as one batch. Nothing is
         detached: block losses train the prefix scan (eq. prefix-cache-gradient)."""
@@ -303,10 +302,10 @@ class Layer(nn.Module):
         h = gated(h, y, mod[2])
         return gated(h, self.mlp(modulate(self.norm2(h), mod[3], mod[4])), mod[5])
 
-    def two_stream(self, clean, noisy, c_clean, c_noisy, rope, need_clean):
+    def two_stream(self, clean, noisy, c_clean, c_noisy, rope, masks, need_clean):
         mod_clean, mod = self.modulation(c_clean), self.modulation(c_noisy)
         y_clean, y = self.mixer.two_stream(
-            self.enter(clean, mod_clean), self.enter(noisy, mod), rope, need_clean)
+            self.enter(clean, mod_clean), self.enter(noisy, mod), rope, masks, need_clean)
         clean = self.leave(clean, y_clean, mod_clean) if need_clean else None
         return clean, self.leave(noisy, y, mod)
 
@@ -379,6 +378,12 @@ class BlockDiffusionLM(nn.Module):
 
     # -- pieces shared by training and generation --
 
+    def compile_layers(self):
+        """torch.compile of what is dense: one graph per kind of layer, whatever their number."""
+        for layer in self.layers:
+            layer.two_stream = torch.compile(layer.two_stream, dynamic=False)
+        self.final = torch.compile(self.final, dynamic=False)
+
     def block_len_for(self, s):
         """The length of a diffusion block in s tokens: a full-sequence model takes them as one."""
         l = s if self.config.full_sequence else self.config.block_len
@@ -386,27 +391,23 @@ class BlockDiffusionLM(nn.Module):
             raise ModelError(f"{s} tokens are not whole blocks of the model's block length {l}")
         return l
 
-    def rope(self, start, stop):
-        """Rotary tables (cos, sin) of positions start..stop-1; grown when a longer one is asked for."""
-        if stop > self.config.rope_capacity:
-            raise ModelError(f"position {stop} is beyond the rotary capacity of "
-                             f"{self.config.rope_capacity} tokens; ask for a shorter length")
-        weight = self.embed.weight
-        dtype = ops.at_least_fp32(weight.dtype)
-        if (self._rope is None or len(self._rope[0]) < stop or self._rope[0].device != weight.device
-                or self._rope[0].dtype != dtype):
-            length = min(self.config.rope_capacity, max(stop, self.config.seq_len))
-            dim = self.config.d_model // self.config.n_head
-            self._rope = rope_table(length, dim, self.config.rope_theta, weight.device, dtype)
-        return self._rope[0][start:stop], self._rope[1][start:stop]
+    def rope(self, length):
+        """Rotary tables (cos, sin) of positions 0..length-1, each (length, head_dim / 2)."""
+        c, weight = self.config, self.embed.weight
+        if length > c.rope_capacity:
+            raise ModelError(f"{length} tokens are beyond the rotary capacity of {c.rope_capacity}; "
+                             f"ask for a shorter length")
+        key = (weight.device, ops.at_least_fp32(weight.dtype))
+        if self._rope is None or self._rope[0] != key or len(self._rope[1]) < length:
+            self._rope = (key, *rope_table(max(length, c.seq_len), c.d_model // c.n_head,
+                                           c.rope_theta, *key))
+        return self._rope[1][:length], self._rope[2][:length]
 
-    def rope_at(self, lengths, count):
-        """Tables of positions lengths[i]..lengths[i]+count-1: (count, e/2), or (b, 1, count, e/2)
-        when rows differ."""
-        if lengths.min() == lengths.max():
-            return self.rope(int(lengths[0]), int(lengths[0]) + count)
-        tables = [self.rope(n, n + count) for n in lengths.tolist()]
-        return tuple(torch.stack(part)[:, None] for part in zip(*tables))
+    def rope_after(self, cache, count):
+        """Tables (b, 1, count, head_dim / 2) of the `count` positions after each row of the cache,
+        looked up on the device."""
+        at = cache.lengths[:, None] + torch.arange(count, device=cache.lengths.device)
+        return tuple(table[at][:, None] for table in self._rope[1:])
 
     def condition(self, t):
         """Conditioning of noisy tokens (m, 1, d) from t (m,); of t = 0 where the model takes no t."""
@@ -437,10 +438,10 @@ class BlockDiffusionLM(nn.Module):
         clean = self.embed(x0[:, :s - l])                                      # (b, s - l, d)
         noisy = self.embed(xt).view(-1, l, self.config.d_model)                # (b * k, l, d)
         c_clean, c_noisy = self.condition_clean(), self.condition(t.reshape(-1))
-        rope = self.rope(0, s)
+        rope, masks = self.rope(s), ops.two_stream_masks(s, l, x0.device)
         for i, layer in enumerate(self.layers):
             need_clean = i + 1 < len(self.layers)    # after the last layer nobody reads it
-            clean, noisy = layer.two_stream(clean, noisy, c_clean, c_noisy, rope, need_clean)
+            clean, noisy = layer.two_stream(clean, noisy, c_clean, c_noisy, rope, masks, need_clean)
         return self.final(noisy, c_noisy).view(b, s, -1)
 
     def all_block_logits(self, x0, xt, t):
@@ -484,12 +485,12 @@ class BlockDiffusionLM(nn.Module):
 
     # -- generation: a cache of finished blocks and one active block --
 
-    def new_cache(self, batch, max_len):
-        """An empty cache for `batch` rows of at most max_len finished tokens each."""
+    def new_cache(self, batch, max_len, block_len=None):
+        """An empty cache for `batch` rows of at most max_len finished tokens each, and an active block
+        of block_len (the model's own by default) after them. Raises ModelError past the capacity."""
         c, weight = self.config, self.embed.weight
-        if max_len > c.rope_capacity:
-            raise ModelError(f"a length of {max_len} tokens is beyond the rotary capacity of "
-                             f"{c.rope_capacity}; ask for a shorter length")
+        self.rope(max_len)
+        self.rope(min(max_len + (block_len or c.block_len), c.rope_capacity))
         keys, values, conv, ssm = [], [], [], []
         for layer in self.layers:
             attention = isinstance(layer.mixer, Attention)
@@ -501,7 +502,7 @@ class BlockDiffusionLM(nn.Module):
             heads = c.d_inner // c.mamba_head_dim
             ssm.append(None if attention else weight.new_zeros(
                 batch, heads, c.mamba_head_dim, c.d_state, dtype=ops.at_least_fp32(weight.dtype)))
-        return Cache(keys, values, conv, ssm, torch.zeros(batch, dtype=torch.long), max_len)
+        return Cache(keys, values, conv, ssm, torch.zeros(batch, dtype=torch.long, device=weight.device), max_len)
 
     @torch.no_grad()
     def prefill(self, x0, cache, chunk_tokens=4096):
@@ -518,7 +519,7 @@ class BlockDiffusionLM(nn.Module):
         step = max(chunk_tokens // l, 1) * l
         c = self.condition_clean()
         for x in x0.split(step, 1):
-            h, rope = self.embed(x), self.rope_at(cache.lengths, x.size(1))
+            h, rope = self.embed(x), self.rope_after(cache, x.size(1))
             for i, layer in enumerate(self.layers):
                 h = layer.extend(h, c, cache, i, rope, l)
             cache.lengths += x.size(1)
@@ -534,7 +535,7 @@ class BlockDiffusionLM(nn.Module):
             raise ModelError(f"this model was trained with blocks of {self.config.block_len} tokens and "
                              f"cannot denoise a block of {xt.size(1)}")
         h, c = self.embed(xt), self.condition(t)
-        rope = self.rope_at(cache.lengths, xt.size(1))
+        rope = self.rope_after(cache, xt.size(1))
         for i, layer in enumerate(self.layers):
             h = layer.denoise(h, c, cache, i, rope)
         return self.final(h, c)

@@ -12,8 +12,12 @@ Everything here is a function of tensors; no parameters, no configuration, none 
 See it work:    python -m pytest tests/test_ops.py
 Time it:        python bench.py ops
 """
+import functools
+
 import torch
 import torch.nn.functional as F
+
+KERNELS = {"scan": "torch", "two_stream": "sdpa", "cached": "sdpa", "cross_entropy": "torch"}
 
 
 def at_least_fp32(dtype):
@@ -169,22 +173,70 @@ def two_stream_mask(q, kv, block_len, n_clean):
     return torch.where(kv_noisy, q_noisy & (q_block == kv_block), sees_clean)
 
 
-def two_stream_attention(clean, noisy, block_len):
+def two_stream_masks(s, block_len, device):
+    """
+    The rule above for s tokens in blocks of block_len, in the form that attention takes: a pair for
+    clean queries (over clean keys) and for noisy queries (over clean then noisy keys). None with a
+    single block, where a noisy token sees everything.
+    """
+    n_clean = s - block_len
+    if n_clean == 0:
+        return None, None
+    if KERNELS["two_stream"] == "flex" and block_len % FLEX_TILE == 0:
+        return _flex_masks(s, block_len, device)
+    at = torch.arange(n_clean + s, device=device)
+    mask = two_stream_mask(at[:, None], at, block_len, n_clean)
+    return mask[:n_clean, :n_clean], mask[n_clean:]
+
+
+def two_stream_attention(clean, noisy, masks):
     """
     Attention of both streams. clean = (q, k, v), each (b, h, s - block_len, e): every clean block but
     the last, which nobody sees; q may be None where the clean output is not needed. noisy = (q, k, v),
     each (b, h, s, e). Returns (clean output or None, noisy output) in the shapes of the queries.
     """
     (q_clean, k_clean, v_clean), (q, k, v) = clean, noisy
-    n_clean, s = k_clean.size(2), q.size(2)
-    if n_clean == 0:
+    if masks[0] is None:
         return q_clean, F.scaled_dot_product_attention(q, k, v)
-    at = torch.arange(n_clean + s, device=q.device)
-    mask = two_stream_mask(at[:, None], at, block_len, n_clean)
-    out_clean = None if q_clean is None else F.scaled_dot_product_attention(
-        q_clean, k_clean, v_clean, attn_mask=mask[:n_clean, :n_clean])
     k, v = torch.cat([k_clean, k], 2), torch.cat([v_clean, v], 2)
-    return out_clean, F.scaled_dot_product_attention(q, k, v, attn_mask=mask[n_clean:])
+    out_clean = None if q_clean is None else _masked_attention(q_clean, k_clean, v_clean, masks[0])
+    return out_clean, _masked_attention(q, k, v, masks[1])
+
+
+def _masked_attention(q, k, v, mask):
+    if isinstance(mask, torch.Tensor):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return _compiled_flex()(q, k, v, block_mask=mask)
+
+
+FLEX_TILE = 128                         # every tile of a block is wholly visible or not at all
+
+
+@functools.lru_cache(maxsize=8)
+def _flex_masks(s, block_len, device):
+    """Block masks straight from tile indices: no (2 s)^2 mask is ever made."""
+    from torch.nn.attention.flex_attention import BlockMask
+    n_clean = s - block_len
+    tiles = torch.arange((n_clean + s) // FLEX_TILE, device=device) * FLEX_TILE
+    seen = two_stream_mask(tiles[:, None], tiles, block_len, n_clean)
+
+    def block_mask(seen, offset, q_len, kv_len):
+        count = seen.sum(1, dtype=torch.int32)[None, None]
+        index = seen.int().argsort(dim=1, descending=True, stable=True).int()[None, None]
+
+        def mask_mod(b, h, q, kv):
+            return two_stream_mask(q + offset, kv, block_len, n_clean)
+        return BlockMask.from_kv_blocks(torch.zeros_like(count), index, count, index, FLEX_TILE, mask_mod,
+                                        seq_lengths=(q_len, kv_len))
+    c = n_clean // FLEX_TILE
+    return (block_mask(seen[:c, :c].contiguous(), 0, n_clean, n_clean),
+            block_mask(seen[c:].contiguous(), n_clean, s, n_clean + s))
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled_flex():
+    from torch.nn.attention.flex_attention import flex_attention
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
@@ -193,8 +245,11 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
 
     q, k, v (b, h, m, e): m new tokens in whole blocks of block_len; a token sees the cache, the new
     blocks before its own, and its own block both ways. k_cache, v_cache (b, h, max_len, e): only the
-    first lengths[i] positions of row i hold anything. lengths: list of b ints. Returns (b, h, m, e).
+    first lengths[i] positions of row i hold anything. lengths (b,) int64. Returns (b, h, m, e).
     """
+    if k_cache.size(2) == 0 and q.size(2) == block_len:
+        return F.scaled_dot_product_attention(q, k, v)
+    lengths = lengths.tolist()
     m, longest = q.size(2), max(lengths)
     block = torch.arange(m, device=q.device) // block_len
     keys = torch.cat([k_cache[:, :, :longest], k], 2)

@@ -183,7 +183,7 @@ def generate(model, prompts, length, sampler, stop_token=None, on_block=None, on
     rows = [p.to(device) for p in prompts]
     starts = [len(p) // l * l for p in prompts]
     n_blocks = max(-(-(total - start) // l) for total, start in zip(totals, starts))
-    cache = model.new_cache(len(rows), min(max(starts) + (n_blocks - 1) * l, c.rope_capacity))
+    cache = model.new_cache(len(rows), min(max(starts) + (n_blocks - 1) * l, c.rope_capacity), l)
     for i, start in enumerate(starts):
         model.prefill(rows[i][None, :start], cache.rows(i, i + 1))
     active = torch.full((len(rows), l), c.mask_id, device=device)

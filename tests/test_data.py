@@ -166,6 +166,8 @@ def test_an_epoch_shows_every_window_once_in_an_order_of_its_own(tmp_path):
     epochs = [train.batch(7, step, range(n), n, 16).tolist() for step in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(windows)
     assert epochs[0] != epochs[1] and epochs[0] != windows
+    steps = [train.batch(7, step, range(4), 4, 16).tolist() for step in range(n // 4)]
+    assert sum(steps, []) == epochs[0][:n // 4 * 4], "small steps do not walk through the epoch"
     assert train.batch(8, 0, range(n), n, 16).tolist() != epochs[0]
     shard = np.searchsorted(train.starts, 16 * data.permutation(7, 0, n), "right")
     assert len(set(shard[:20].tolist())) > 3, "the first windows come from a few shards only"
@@ -187,9 +189,24 @@ def test_windows_run_across_shard_boundaries(tmp_path):
     folder = make_folder(tmp_path, shard_tokens=10)
     train = data.TokenData(folder, "train")
     assert len(train.shards) == -(-train.n_tokens // 10)
-    whole = np.concatenate(train.shards)
+    whole = np.concatenate([np.fromfile(p, "<u2", offset=1024) for p in train.shards])
     window = train.sequences(77)[1]
     assert window.dtype == torch.int64 and window.tolist() == whole[77:154].tolist()
+
+
+def test_a_folder_of_5_billion_tokens_opens_in_under_a_second(tmp_path):
+    n, shards = data.SHARD_TOKENS, []
+    for i in range(50):                             # sparse files: they take no room
+        header = np.array([data.MAGIC, data.VERSION, n] + [0] * 253, "<i4").tobytes()
+        (tmp_path / f"train_{i:05d}.bin").write_bytes(header)
+        os.truncate(tmp_path / f"train_{i:05d}.bin", len(header) + 2 * n)
+        shards.append(dict(file=f"train_{i:05d}.bin", tokens=n, sha256=""))
+    splits = dict(train=dict(tokens=50 * n, documents=1, utf8_bytes=n, shards=shards))
+    data.write_json(tmp_path / "meta.json", dict(tokenizer="gpt2", vocab_size=50258, splits=splits))
+    start = time.monotonic()
+    train = data.TokenData(tmp_path, "train", "gpt2")
+    assert train.batch(0, 10**6, [0], 1, 8192).shape == (1, 8192)
+    assert time.monotonic() - start < 1
 
 
 def test_bits_per_byte_divide_by_the_bytes_of_the_source_documents(tmp_path):
@@ -325,6 +342,14 @@ def test_a_disk_without_room_at_all_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "append", full)
     with pytest.raises(data.DataError, match="No space left.*make room"):
         prepare(tmp_path / "out", [path])
+
+
+def test_what_an_interrupted_run_left_is_cut_off(tmp_path):
+    (tmp_path / "file").write_bytes(b"12345678")
+    data.append(tmp_path / "file", 4, b"ab", header=b"0")
+    assert (tmp_path / "file").read_bytes() == b"0234ab"
+    with pytest.raises(data.DataError, match="shorter than it was"):
+        data.append(tmp_path / "file", 7, b"ab")
 
 
 def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path, monkeypatch):
@@ -557,7 +582,7 @@ def fake_hub(monkeypatch, root, log, fail=None):
         assert repo_type == "dataset" and revision == "a" * 40
         if fail and fail(name):
             raise fail(name)
-        log.append(name)
+        log.append(len([path for path in Path(local_dir).rglob("*") if path.is_file()]))
         target = Path(local_dir, name)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes((root / name).read_bytes())
@@ -576,11 +601,12 @@ def fake_hub(monkeypatch, root, log, fail=None):
 
 def test_a_download_that_breaks_off_goes_on_and_leaves_no_copies(tmp_path, monkeypatch, capsys):
     root, log = tmp_path / "hub", []
-    for i in range(3):
-        write_jsonl(root / LAYOUT["dclm"].format(i), documents(TEXTS[i::3]))
+    for i in range(12):
+        write_jsonl(root / LAYOUT["dclm"].format(i), documents(TEXTS[i::12]))
     arguments = [str(a) for a in (
-        "dclm", "--tokens", "1e9", "--tokenizer", "bytes", "--val_fraction", 0.2, "--out")]
-    broken = lambda name: ConnectionError("reset") if "shard_02" in name else None
+        "dclm", "--tokens", "1e9", "--tokenizer", "bytes", "--workers", 1, "--val_fraction", 0.2,
+        "--out")]
+    broken = lambda name: ConnectionError("reset") if "shard_08" in name else None
     fake_hub(monkeypatch, root, log, broken)
     assert data.main([*arguments, str(tmp_path / "out")]) == 1
     assert "when the network is back" in capsys.readouterr().err
@@ -589,6 +615,7 @@ def test_a_download_that_breaks_off_goes_on_and_leaves_no_copies(tmp_path, monke
     assert data.main([*arguments, str(tmp_path / "whole")]) == 0
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
     assert json.loads((tmp_path / "out" / "meta.json").read_text())["revision"] == "a" * 40
+    assert max(log) < 6, "downloads pile up instead of being removed once they are read"
 
 
 def test_a_gated_data_set_says_how_to_log_in(tmp_path, monkeypatch, capsys):

@@ -79,7 +79,7 @@ def test_two_stream_attention_equals_attention_block_by_block():
     b, h, l, k, e = 2, 3, 4, 5, 8
     clean = [torch.randn(b, h, (k - 1) * l, e).double() for _ in range(3)]
     noisy = [torch.randn(b, h, k * l, e).double() for _ in range(3)]
-    out_clean, out_noisy = ops.two_stream_attention(clean, noisy, l)
+    out_clean, out_noisy = ops.two_stream_attention(clean, noisy, ops.two_stream_masks(k * l, l, "cpu"))
     for i in range(k):
         own = slice(i * l, i * l + l)
         keys = torch.cat([clean[1][:, :, :i * l], noisy[1][:, :, own]], 2)
@@ -98,7 +98,7 @@ def test_cached_attention_ignores_what_lies_beyond_each_rows_length():
     keys, values = (torch.full((b, h, 16, e), float("nan")).double() for _ in range(2))
     for i, n in enumerate(lengths):
         keys[i, :, :n], values[i, :, :n] = torch.randn(2, h, n, e).double()
-    out = ops.cached_attention(q, k, v, keys, values, lengths, l)
+    out = ops.cached_attention(q, k, v, keys, values, torch.tensor(lengths), l)
     for i, n in enumerate(lengths):
         ks, vs = torch.cat([keys[i, :, :n], k[i]], 1), torch.cat([values[i, :, :n], v[i]], 1)
         torch.testing.assert_close(out[i], (q[i] @ ks.mT / e ** 0.5).softmax(-1) @ vs)
