@@ -284,19 +284,31 @@ def linear_cross_entropy(hidden, head, target, weight, chunk_elements=2 ** 27):
     return _LinearCrossEntropy.apply(hidden, head, target, weight, chunk_elements)
 
 
-def _cross_entropy_tile(hidden, head, target):
-    """Returns logits' softmax (m, v - 1), and the cross-entropy (m,), both in fp32 or better."""
-    logits = (hidden @ head[:-1].T).to(at_least_fp32(hidden.dtype))
-    lse = logits.logsumexp(-1)
-    ce = lse - logits.gather(1, target[:, None])[:, 0]
-    return torch.exp(logits - lse[:, None]), ce
+def _cross_entropy_tile(logits, target, weight):
+    """Cross-entropy (m,) and the gradient of weight * cross-entropy in the logits (m, v - 1); the
+    statistics are fp32 or better, the gradient is in the logits' dtype."""
+    x = logits.to(at_least_fp32(logits.dtype))
+    lse = x.logsumexp(-1)
+    ce = lse - x.gather(1, target[:, None])[:, 0]
+    hit = torch.arange(x.size(1), device=x.device) == target[:, None]
+    d_logits = (torch.exp(x - lse[:, None]) - hit.to(x.dtype)) * weight[:, None]
+    return ce, d_logits.to(logits.dtype)
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled_cross_entropy_tile():
+    return torch.compile(_cross_entropy_tile, dynamic=True)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """The gradient is made beside the loss, tile by tile: three products in all, nothing redone."""
 
     @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")
     def forward(ctx, hidden, head, target, weight, chunk_elements):
+        ctx.head_dtype, head = head.dtype, head.to(hidden.dtype)
+        fast = KERNELS["cross_entropy"] == "compiled" and hidden.is_cuda
+        tile_loss = _compiled_cross_entropy_tile() if fast else _cross_entropy_tile
         dtype = at_least_fp32(hidden.dtype)
         loss = hidden.new_zeros((), dtype=dtype)
         wanted = any(ctx.needs_input_grad[:2])
@@ -305,18 +317,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         tile = max(1, chunk_elements // head.size(0))
         for i in range(0, hidden.size(0), tile):
             h, y, w = hidden[i:i + tile], target[i:i + tile], weight[i:i + tile]
-            p, ce = _cross_entropy_tile(h, head, y)
+            ce, d_logits = tile_loss(h @ head[:-1].T, y, w)
             loss += (w * ce).sum()
             if wanted:
-                p[torch.arange(len(y), device=y.device), y] -= 1
-                d_logits = (p * w[:, None]).to(hidden.dtype)
                 d_hidden[i:i + tile] = d_logits @ head[:-1]
                 d_head[:-1] += d_logits.T @ h
         ctx.save_for_backward(d_hidden, d_head)
-        ctx.head_dtype = head.dtype
         return loss
 
     @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
     def backward(ctx, grad):
         d_hidden, d_head = ctx.saved_tensors
         return (grad * d_hidden).to(d_hidden.dtype), (grad * d_head).to(ctx.head_dtype), None, None, None
@@ -326,5 +336,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 # Dispatch: which implementation of each operation runs
 
 def select_kernels(setting, device):
-    """Chooses kernels for a device; "torch" forces the plain twins. Returns one line that says which."""
-    return "kernels: torch"
+    """
+    Chooses the implementations for a device and returns one line that names them. setting: "auto", or
+    "torch" to force the plain twins. The choice holds for the process.
+    """
+    if setting not in ("auto", "torch"):
+        raise ValueError(f"kernels is '{setting}'; it is auto or torch")
+    fast = setting == "auto" and torch.device(device).type == "cuda"
+    KERNELS.update(scan="torch", cached="sdpa", two_stream="flex" if fast else "sdpa",
+                   cross_entropy="compiled" if fast else "torch")
+    return "kernels: " + ", ".join(f"{name} {choice}" for name, choice in KERNELS.items())

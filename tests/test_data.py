@@ -34,7 +34,7 @@ TEXTS = [f"Document {i}: " + "naïve café \u2713 " * (i % 7 + 1) for i in range
 
 
 def write_jsonl(path, rows):
-    """Rows (or ready lines, as bytes) into .jsonl, .jsonl.gz or .jsonl.zst, by the name's ending."""
+    """Rows (or ready lines, as bytes) into .jsonl, .gz or .zst, by the name's ending."""
     lines = [r if isinstance(r, bytes) else json.dumps(r).encode() for r in rows]
     content = b"".join(line + b"\n" for line in lines)
     if path.suffix == ".gz":
@@ -274,7 +274,7 @@ def test_a_preparation_stopped_at_any_write_goes_on_to_identical_files(tmp_path,
 
 @pytest.fixture
 def child(monkeypatch):
-    """Starts `python data.py ...` in a process of its own: forked, to save importing torch again."""
+    """Starts `python data.py ...` in its own process: forked, to save importing torch again."""
     if "fork" not in multiprocessing.get_all_start_methods():
         pytest.skip("no fork on this system")
     monkeypatch.setattr(data, "SAVE_TOKENS", 20_000)
@@ -507,7 +507,7 @@ def fake_stdlib(root):
         path = root / f"package{i % 3}" / f"module{i}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(f"x = {i}\r\n".encode())
-    for name in ("test/a.py", "site-packages/b.py", "encodings/c.py", "package0/tests/d.py", "e.txt"):
+    for name in ("test/a.py", "site-packages/b.py", "encodings/c.py", "package0/tests/d.py", "e.c"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("excluded")
     (root / "latin.py").write_bytes(b"# caf\xe9")
@@ -560,7 +560,7 @@ def test_one_command_prepares_each_data_set_and_stops_at_its_budget(tmp_path, na
     (tmp_path / "hub" / "README.md").write_text("not data")
     out, count = tmp_path / "out", data.encode(data.get_tokenizer("bytes"), TEXTS[0])[0].size
     sizes = [len(text.encode()) + 1 for text in TEXTS] * 3
-    size = sum(sizes[:70]) + 1                      # the 71st document, in the second file, reaches it
+    size = sum(sizes[:70]) + 1          # the 71st document, in the second file, reaches it
     assert count == sizes[0]
     budget = ["--tokens", size, "--val_fraction", 0] if name == "dclm" else \
         ["--sequences", 1, "--seq_len", size]
@@ -637,8 +637,8 @@ def test_show_prints_counts_bytes_per_token_and_text(tmp_path, capsys):
 
 # -- question sets --------------------------------------------------------------------------------
 
-HELLASWAG = dict(ind=4, activity_label="Roof", ctx_a="A man sits [x] on a roof.", ctx_b="he", label="3",
-                 endings=["is  wrapping.", "is [title] ripping", "holds", " starts. "])
+HELLASWAG = dict(ind=4, activity_label="Roof", ctx_a="A man sits [x] on a roof.", ctx_b="he",
+                 label="3", endings=["is  wrapping.", "is [title] ripping", "holds", " starts. "])
 ROWS = {
     "hellaswag": (HELLASWAG, dict(
         id="4", context="Roof: A man sits on a roof. He", gold=3,
@@ -673,7 +673,8 @@ def test_six_question_sets_become_one_form(tmp_path, task):
 
 def test_both_forms_of_hellaswag_give_the_same_question():
     row, expected = ROWS["hellaswag"]
-    done = dict(ind=4, query=expected["context"], choices=[c[1:] for c in expected["choices"]], label=3)
+    choices = [choice[1:] for choice in expected["choices"]]
+    done = dict(ind=4, query=expected["context"], choices=choices, label=3)
     assert data.question("hellaswag", done, 1) == data.question("hellaswag", row, 1)
 
 
