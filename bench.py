@@ -174,10 +174,10 @@ def main(what):
 
 if __name__ == "__main__":
     try:
-        words = sys.argv[1:]
-        if not words or words[0] not in ("train",):
+        what = sys.argv.pop(1) if len(sys.argv) > 1 else ""
+        if what not in ("train",):
             raise ConfigError("say what to measure: train")
-        configure(globals(), words[1:])
-        main(words[0])
+        configure(globals())
+        main(what)
     except (ConfigError, ModelError) as error:
         sys.exit(f"bench.py: {error}")

@@ -63,9 +63,12 @@ def parse_value(text, default):
     if isinstance(default, str):
         return text
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text                                 # fit() rejects it where a string is not due
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):               # a word; fit() rejects it where none is due
+        value = text.split(",") if isinstance(default, (list, tuple)) else text
+    if isinstance(default, (list, tuple)) and not isinstance(value, (list, tuple)):
+        return [value]
+    return value
 
 
 def read_file(path, settings):
@@ -122,4 +125,6 @@ def configure(namespace, argv=None):
         value = parse_value(text, defaults[name])
         settings[name] = fit(name, value, defaults[name], "command line")
     namespace.update(settings)
+    if argv is None:                                # torch.compile pastes argv into the code it writes,
+        del sys.argv[1:]                            # unquoted, so a quote in a flag would break it
     return settings

@@ -265,9 +265,8 @@ class Parallel:
     def __init__(self, device, timeout):
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.device = torch.device(pick_device(device))
-        if self.device.type == "cuda" and self.world > 1:
-            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         if self.device.type == "cuda":
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.device.index or 0)))
             torch.cuda.set_device(self.device)
         if self.world > 1:
             import datetime

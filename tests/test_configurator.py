@@ -25,6 +25,8 @@ def test_an_integer_is_accepted_for_a_float():
 def test_lists_none_booleans_and_values_with_equals_signs():
     out = configure(space(), ["--tasks=['x', 'y']", "--checkpoint=a=b.pt", "--resume"])
     assert out["tasks"] == ["x", "y"] and out["checkpoint"] == "a=b.pt" and out["resume"] is True
+    assert configure(space(), ["--tasks=x,y"])["tasks"] == ["x", "y"]
+    assert configure(space(tasks=[1]), ["--tasks=64"])["tasks"] == [64]
     assert configure(space(), ["--resume", "false"])["resume"] is False
     assert configure(space(checkpoint="x"), ["--checkpoint=none"])["checkpoint"] is None
     assert configure(space(), ["--out_dir=true"])["out_dir"] == "true"

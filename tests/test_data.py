@@ -1,4 +1,4 @@
-"""What the README says about data.py, one sentence a test. No network: small invented files."""
+"""What the README says about data.py and prepare.py, one sentence a test. No network: small invented files."""
 import errno
 import gzip
 import itertools
@@ -19,6 +19,7 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 import data  # noqa: E402
+import prepare  # noqa: E402
 
 zstandard = pytest.importorskip("zstandard")
 SHARED = REPOSITORY.parent / "shared" / "data"
@@ -50,10 +51,10 @@ def documents(texts):
     return [dict(text=text, url="http://example.org") for text in texts]
 
 
-def prepare(out, train, val=(), **settings):
-    sources = data.local_sources(train, "train") + data.local_sources(val, "val")
+def prepared(out, train, val=(), **settings):
+    sources = prepare.local_sources(train, "train") + prepare.local_sources(val, "val")
     settings = dict(dict(shard_tokens=1000), **settings)
-    return data.Preparation(out, sources, "bytes", "a test", **settings).run(2)
+    return prepare.Preparation(out, sources, "bytes", "a test", **settings).run(2)
 
 
 def folder_bytes(folder):
@@ -63,7 +64,7 @@ def folder_bytes(folder):
 
 def make_folder(tmp_path, texts=TEXTS, **settings):
     path = write_jsonl(tmp_path / "in.jsonl", documents(texts))
-    prepare(tmp_path / "out", [path], **settings)
+    prepared(tmp_path / "out", [path], **settings)
     return tmp_path / "out"
 
 
@@ -130,8 +131,8 @@ def test_documents_are_packed_with_end_of_text_between_them(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz", "a.jsonl.zst"])
 def test_every_format_gives_the_same_shards(tmp_path, name):
-    prepare(tmp_path / "plain", [write_jsonl(tmp_path / "b.jsonl", documents(TEXTS))])
-    prepare(tmp_path / "other", [write_jsonl(tmp_path / name, documents(TEXTS))])
+    prepared(tmp_path / "plain", [write_jsonl(tmp_path / "b.jsonl", documents(TEXTS))])
+    prepared(tmp_path / "other", [write_jsonl(tmp_path / name, documents(TEXTS))])
     plain, other = folder_bytes(tmp_path / "plain"), folder_bytes(tmp_path / "other")
     del plain["meta.json"], other["meta.json"]
     assert plain == other
@@ -141,14 +142,14 @@ def test_a_zst_file_of_many_frames_is_read_whole(tmp_path):
     parts = [zstandard.ZstdCompressor().compress(json.dumps(row).encode() + b"\n")
              for row in documents(TEXTS)]
     (tmp_path / "a.jsonl.zst").write_bytes(b"".join(parts))
-    meta = prepare(tmp_path / "out", [tmp_path / "a.jsonl.zst"])
+    meta = prepared(tmp_path / "out", [tmp_path / "a.jsonl.zst"])
     assert meta["splits"]["train"]["documents"] == len(TEXTS)
 
 
 def test_plain_text_is_cut_at_blank_lines(tmp_path):
     text = "".join(f"line {i}\r\n" + "\r\n" * (i % 10 == 0) for i in range(5000))
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    prepare(tmp_path / "out", [tmp_path / "a.txt"])
+    prepared(tmp_path / "out", [tmp_path / "a.txt"])
     train = data.TokenData(tmp_path / "out", "train")
     tokens = train.sequences(1).flatten()
     assert bytes(tokens[tokens != 256].tolist()) == text.replace("\r\n", "\n").encode()
@@ -232,10 +233,10 @@ def test_the_byte_baselines_are_add_one_counts():
 
 def test_a_preparation_stopped_at_any_write_goes_on_to_identical_files(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "in.jsonl.gz", documents(TEXTS))
-    monkeypatch.setattr(data, "BATCH_BYTES", 500)
-    monkeypatch.setattr(data, "SAVE_TOKENS", 400)
+    monkeypatch.setattr(prepare, "BATCH_BYTES", 500)
+    monkeypatch.setattr(prepare, "SAVE_TOKENS", 400)
     settings = dict(train=[path], val_fraction=0.2)
-    prepare(tmp_path / "whole", **settings)
+    prepared(tmp_path / "whole", **settings)
     real = {name: getattr(data.os, name) for name in ("fsync", "replace")}
 
     class Killed(BaseException):
@@ -259,7 +260,7 @@ def test_a_preparation_stopped_at_any_write_goes_on_to_identical_files(tmp_path,
         out = tmp_path / f"out{count}"
         dies_at(count)
         try:
-            prepare(out, **settings)
+            prepared(out, **settings)
             finished = True
         except Killed:
             finished = False
@@ -267,7 +268,7 @@ def test_a_preparation_stopped_at_any_write_goes_on_to_identical_files(tmp_path,
             monkeypatch.setattr(data.os, name, real[name])
         if finished:
             break
-        prepare(out, **settings)
+        prepared(out, **settings)
         assert folder_bytes(out) == folder_bytes(tmp_path / "whole"), count
     assert count > 20
 
@@ -277,14 +278,14 @@ def child(monkeypatch):
     """Starts `python data.py ...` in its own process: forked, to save importing torch again."""
     if "fork" not in multiprocessing.get_all_start_methods():
         pytest.skip("no fork on this system")
-    monkeypatch.setattr(data, "SAVE_TOKENS", 20_000)
-    monkeypatch.setattr(data, "BATCH_BYTES", 20_000)
-    monkeypatch.setattr(data, "SHARD_TOKENS", 100_000)
+    monkeypatch.setattr(prepare, "SAVE_TOKENS", 20_000)
+    monkeypatch.setattr(prepare, "BATCH_BYTES", 20_000)
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 100_000)
 
     def start(*arguments, before=lambda: None):
         def run():
             before()
-            sys.exit(data.main([str(argument) for argument in arguments]))
+            sys.exit(prepare.main([str(argument) for argument in arguments]))
         process = multiprocessing.get_context("fork").Process(target=run)
         process.start()
         return process
@@ -341,7 +342,7 @@ def test_a_disk_without_room_at_all_is_one_sentence(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "in.jsonl", documents(TEXTS))
     monkeypatch.setattr(data, "append", full)
     with pytest.raises(data.DataError, match="No space left.*make room"):
-        prepare(tmp_path / "out", [path])
+        prepared(tmp_path / "out", [path])
 
 
 def test_what_an_interrupted_run_left_is_cut_off(tmp_path):
@@ -354,13 +355,13 @@ def test_what_an_interrupted_run_left_is_cut_off(tmp_path):
 
 def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "in.jsonl", documents(TEXTS))
-    meta = prepare(tmp_path / "out", [path])
+    meta = prepared(tmp_path / "out", [path])
     monkeypatch.setattr(data, "append", None)
-    assert prepare(tmp_path / "out", [path]) == meta
+    assert prepared(tmp_path / "out", [path]) == meta
     with pytest.raises(data.DataError, match="other settings"):
-        prepare(tmp_path / "out", [path], val_fraction=0.5)
+        prepared(tmp_path / "out", [path], val_fraction=0.5)
     with pytest.raises(data.DataError, match="not empty"):
-        prepare(tmp_path, [path])
+        prepared(tmp_path, [path])
 
 
 def test_memory_stays_flat_because_reading_never_runs_far_ahead():
@@ -368,7 +369,7 @@ def test_memory_stays_flat_because_reading_never_runs_far_ahead():
     read = []
     items = (read.append(i) or i for i in range(1000))
     with ThreadPoolExecutor(2) as pool:
-        for done, result in enumerate(data.ordered_map(pool, lambda i: i, items, 5)):
+        for done, result in enumerate(prepare.ordered_map(pool, lambda i: i, items, 5)):
             assert result == done and len(read) <= done + 5
     assert len(read) == 1000
 
@@ -412,18 +413,18 @@ def test_bad_input_is_named_by_file_and_line_and_can_be_skipped(tmp_path, case):
     paths = [write_jsonl(tmp_path / "0.jsonl", documents(TEXTS)), bad,
              write_jsonl(tmp_path / "z.jsonl", documents(TEXTS))]
     with pytest.raises(data.DataError, match=message + ".*--skip_bad"):
-        prepare(tmp_path / "out", paths)
+        prepared(tmp_path / "out", paths)
     saved = json.loads((tmp_path / "out" / "progress.json").read_text())
     assert saved["splits"]["train"]["documents"] >= len(TEXTS)
-    meta = prepare(tmp_path / "out", paths, skip_bad=True)
+    meta = prepared(tmp_path / "out", paths, skip_bad=True)
     assert meta["skipped"] == 1 and meta["splits"]["train"]["documents"] >= 2 * len(TEXTS)
-    prepare(tmp_path / "again", paths, skip_bad=True)
+    prepared(tmp_path / "again", paths, skip_bad=True)
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "again")
 
 
 def test_a_blank_line_is_no_document(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [GOOD, b"", GOOD, b"  "])
-    assert prepare(tmp_path / "out", [path])["splits"]["train"]["documents"] == 2
+    assert prepared(tmp_path / "out", [path])["splits"]["train"]["documents"] == 2
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -440,7 +441,7 @@ def test_a_mistake_is_one_sentence_and_status_1(tmp_path, monkeypatch, capsys, a
     monkeypatch.chdir(tmp_path)
     Path("a.csv").write_text("x")
     Path("empty.jsonl").write_text("")
-    assert data.main(arguments) == 1
+    assert prepare.main(arguments) == 1
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
 
@@ -449,7 +450,7 @@ def test_a_missing_package_names_the_pip_command(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl.zst", documents(TEXTS))
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(data.DataError, match="pip install zstandard"):
-        prepare(tmp_path / "out", [path])
+        prepared(tmp_path / "out", [path])
 
 
 def damage_shard(folder, edit):
@@ -496,7 +497,7 @@ def test_a_document_goes_to_validation_by_its_own_content(tmp_path):
     found = []
     for name, order in (("a", texts), ("b", texts[::-1])):
         path = write_jsonl(tmp_path / f"{name}.jsonl", documents(order))
-        prepare(tmp_path / name, [path], val_fraction=0.1)
+        prepared(tmp_path / name, [path], val_fraction=0.1)
         tokens = data.TokenData(tmp_path / name, "val").sequences(1).flatten().tolist()
         found.append(sorted("".join(map(chr, tokens)).split(chr(256))[:-1]))
     assert found[0] == found[1] and 20 < len(found[0]) < 60
@@ -565,7 +566,7 @@ def test_one_command_prepares_each_data_set_and_stops_at_its_budget(tmp_path, na
     budget = ["--tokens", size, "--val_fraction", 0] if name == "dclm" else \
         ["--sequences", 1, "--seq_len", size]
     arguments = [name, "--local", tmp_path / "hub", "--tokenizer", "bytes", "--out", out, *budget]
-    assert data.main([str(a) for a in arguments]) == 0
+    assert prepare.main([str(a) for a in arguments]) == 0
     split = "train" if name == "dclm" else "val"
     found = data.TokenData(out, split, "bytes")
     assert found.n_tokens == sum(sizes[:71]) and list(found.meta["splits"]) == [split]
@@ -608,11 +609,11 @@ def test_a_download_that_breaks_off_goes_on_and_leaves_no_copies(tmp_path, monke
         "--out")]
     broken = lambda name: ConnectionError("reset") if "shard_08" in name else None
     fake_hub(monkeypatch, root, log, broken)
-    assert data.main([*arguments, str(tmp_path / "out")]) == 1
+    assert prepare.main([*arguments, str(tmp_path / "out")]) == 1
     assert "when the network is back" in capsys.readouterr().err
     fake_hub(monkeypatch, root, log)
-    assert data.main([*arguments, str(tmp_path / "out")]) == 0
-    assert data.main([*arguments, str(tmp_path / "whole")]) == 0
+    assert prepare.main([*arguments, str(tmp_path / "out")]) == 0
+    assert prepare.main([*arguments, str(tmp_path / "whole")]) == 0
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
     assert json.loads((tmp_path / "out" / "meta.json").read_text())["revision"] == "a" * 40
     assert max(log) < 6, "downloads pile up instead of being removed once they are read"
@@ -621,14 +622,14 @@ def test_a_download_that_breaks_off_goes_on_and_leaves_no_copies(tmp_path, monke
 def test_a_gated_data_set_says_how_to_log_in(tmp_path, monkeypatch, capsys):
     write_jsonl(tmp_path / "hub" / LAYOUT["paloma"].format(0), documents(TEXTS))
     fake_hub(monkeypatch, tmp_path / "hub", [], lambda name: GatedRepoError("403"))
-    assert data.main(["paloma", "--tokenizer", "bytes", "--out", str(tmp_path / "out")]) == 1
+    assert prepare.main(["paloma", "--tokenizer", "bytes", "--out", str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err
     assert "hf auth login" in error and "huggingface.co/datasets/allenai/paloma" in error
 
 
 def test_show_prints_counts_bytes_per_token_and_text(tmp_path, capsys):
     folder = make_folder(tmp_path)
-    assert data.main(["show", str(folder)]) == 0
+    assert prepare.main(["show", str(folder)]) == 0
     printed = capsys.readouterr().out
     train = data.TokenData(folder, "train")
     assert f"{train.n_tokens:,} tokens" in printed and "60 documents" in printed
@@ -663,9 +664,9 @@ ROWS = {
 @pytest.mark.parametrize("task", ROWS)
 def test_six_question_sets_become_one_form(tmp_path, task):
     row, expected = ROWS[task]
-    split = data.TASKS[task][2]
+    split = prepare.TASKS[task][2]
     write_jsonl(tmp_path / "in" / task / f"{split}.jsonl", [row])
-    assert data.main(["mcqa", "--local", str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 0
+    assert prepare.main(["mcqa", "--local", str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 0
     found = json.loads((tmp_path / "out" / f"{task}.jsonl").read_text())
     assert found == dict(expected, task=task)
     assert json.loads((tmp_path / "out" / "meta.json").read_text())["tasks"][task]["questions"] == 1
@@ -675,12 +676,12 @@ def test_both_forms_of_hellaswag_give_the_same_question():
     row, expected = ROWS["hellaswag"]
     choices = [choice[1:] for choice in expected["choices"]]
     done = dict(ind=4, query=expected["context"], choices=choices, label=3)
-    assert data.question("hellaswag", done, 1) == data.question("hellaswag", row, 1)
+    assert prepare.question("hellaswag", done, 1) == prepare.question("hellaswag", row, 1)
 
 
 def test_boolq_rows_of_super_glue_are_read_as_well():
     row = dict(question="is it", passage="It is.", idx=0, label=1)
-    assert data.question("boolq", row, 9) == dict(ROWS["boolq"][1], task="boolq", id="0")
+    assert prepare.question("boolq", row, 9) == dict(ROWS["boolq"][1], task="boolq", id="0")
 
 
 @pytest.mark.parametrize("task, change, message", [
@@ -698,16 +699,16 @@ def test_boolq_rows_of_super_glue_are_read_as_well():
 ])
 def test_a_bad_question_is_named_by_file_and_line(tmp_path, capsys, task, change, message):
     good = ROWS[task][0]
-    name = f"{data.TASKS[task][2]}.jsonl"
+    name = f"{prepare.TASKS[task][2]}.jsonl"
     write_jsonl(tmp_path / "in" / task / name, [good, dict(good, **change)])
-    assert data.main(["mcqa", "--local", str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 1
+    assert prepare.main(["mcqa", "--local", str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 1
     assert f"{name}:2: {message}" in capsys.readouterr().err
     assert not (tmp_path / "out" / f"{task}.jsonl").exists()
 
 
 def test_a_question_without_its_field_names_the_field():
     with pytest.raises(ValueError, match="no field 'goal'"):
-        data.question("piqa", dict(sol1="a", sol2="b", label=0), 1)
+        prepare.question("piqa", dict(sol1="a", sol2="b", label=0), 1)
 
 
 def test_question_sets_come_from_the_hub_as_parquet(tmp_path, monkeypatch):
@@ -718,7 +719,7 @@ def test_question_sets_come_from_the_hub_as_parquet(tmp_path, monkeypatch):
     row, expected = ROWS["arc_easy"]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
     fake_hub(monkeypatch, tmp_path / "hub", [])
-    assert data.main(["mcqa", "--tasks", "arc_easy", "--out", str(tmp_path / "out")]) == 0
+    assert prepare.main(["mcqa", "--tasks", "arc_easy", "--out", str(tmp_path / "out")]) == 0
     found = json.loads((tmp_path / "out" / "arc_easy.jsonl").read_text())
     assert found == dict(expected, task="arc_easy")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["arc_easy.jsonl", "meta.json"]

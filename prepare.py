@@ -1,0 +1,562 @@
+"""Text and questions from outside, made into folders that data.py and the evaluations read.
+
+It is a module of its own because training never needs it: it runs once, beforehand, and alone
+asks for zstandard, tqdm, huggingface_hub and pyarrow; `python data.py` is its command line. Text is
+prepared resumably, on all cores, in constant memory; `mcqa` makes the six question sets of the
+paper's zero-shot table into one small form.
+
+    python data.py jsonl *.jsonl.zst --val valid.jsonl --tokenizer gpt2 --out data/mine
+    python data.py dclm --tokens 5e9
+"""
+import argparse
+import functools
+import gzip
+import hashlib
+import importlib
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+import zlib
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data import (HUB, SHARD_TOKENS, SPLITS, VERSION, DataError, SplitWriter, encode,
+                  get_tokenizer, prepare_stdlib, read_meta, sha256, show, write_json, write_meta)
+
+SAVE_TOKENS = 4_000_000             # at most this much is held in memory, or lost with a kill
+BATCH_BYTES = 1 << 20               # text that one thread tokenises at a time
+
+
+def need(package):
+    """Imports an optional package, or says how to get it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise DataError(f"{package} is missing: pip install {package.split('.')[0]}") from None
+
+
+# -- preparing text: resumable, on all cores, in constant memory ----------------------------------
+
+@dataclass
+class Source:
+    """One input file. Two preparations are the same if split, name and size agree."""
+    split: str
+    name: str                       # the ending tells the format
+    fetch: Callable[[], Path]       # its path, downloaded first where need be
+    size: int = 0                   # bytes; 0 if it is on the hub
+
+
+@dataclass
+class Batch:
+    """About BATCH_BYTES of one source: raw records in, documents out."""
+    source: Source
+    index: int                      # of the source
+    path: Path
+    records: list = field(default_factory=list)     # (line, bytes)
+    documents: list = field(default_factory=list)   # (line, tokens, bytes) or (line, None, why)
+    read: int = 0                   # bytes of the file read so far, as stored
+    last: bool = False              # the file ends here
+
+
+def zstd_lines(file):
+    """The lines of a .zst file. Raises OSError if it is damaged, EOFError if its end is missing."""
+    zstandard, rest = need("zstandard"), b""
+    decoder = zstandard.ZstdDecompressor().decompressobj()
+    while piece := file.read(1 << 16):
+        while piece:
+            if decoder.eof:         # another frame follows
+                decoder = zstandard.ZstdDecompressor().decompressobj()
+            try:
+                *lines, rest = (rest + decoder.decompress(piece)).split(b"\n")
+            except zstandard.ZstdError as error:
+                raise OSError(f"damaged zstd data: {error}") from None
+            yield from (line + b"\n" for line in lines)
+            piece = decoder.unused_data if decoder.eof else b""
+    if not decoder.eof:
+        raise EOFError("truncated zstd data")
+    if rest:
+        yield rest
+
+
+def read_records(file, name, done):
+    """(line, bytes) of every document behind line `done`: a JSON line, or a stretch of plain text.
+
+    Plain text is cut at a blank line after 10,000 bytes, or at any line's end after 100,000, so
+    that memory stays flat and there is something to split; `line` is then the last line.
+    """
+    lines = zstd_lines(file) if name.endswith(".zst") else \
+        gzip.open(file) if name.endswith(".gz") else file
+    text, size = [], 0
+    for number, line in enumerate(lines, 1):
+        if number <= done:
+            continue
+        if ".txt" not in name:
+            if line.strip():
+                yield number, line
+            continue
+        text.append(line.replace(b"\r\n", b"\n"))
+        size += len(text[-1])
+        if size > 100_000 or size > 10_000 and not line.strip():
+            yield number, b"".join(text)
+            text, size = [], 0
+    if text:
+        yield number, b"".join(text)
+
+
+def read_batches(source, index, path, line):
+    """The batches of one source from behind `line` on. A damaged file ends in a bad document."""
+    batch, size = Batch(source, index, path), 0
+    try:
+        with open(path, "rb") as file:
+            for line, raw in read_records(file, source.name, line):
+                batch.records.append((line, raw))
+                size += len(raw)
+                if size >= BATCH_BYTES:
+                    batch.read = file.tell()
+                    yield batch
+                    batch, size = Batch(source, index, path), 0
+    except (OSError, EOFError, zlib.error) as error:
+        batch.records.append((line + 1, error))
+    batch.last, batch.read = True, path.stat().st_size if path.is_file() else 0
+    yield batch
+
+
+def document_text(raw, name):
+    """The text of one record. Raises ValueError with what is wrong with it."""
+    if isinstance(raw, Exception):
+        raise ValueError(raw)
+    try:
+        text = raw.removeprefix(b"\xef\xbb\xbf").decode()
+        row = dict(text=text) if ".txt" in name else json.loads(text)
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8") from None
+    except (ValueError, RecursionError):
+        raise ValueError("not JSON") from None
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+        raise ValueError('no "text"')
+    if not row["text"]:
+        raise ValueError("an empty document")
+    return row["text"]
+
+
+def tokenise(tokenizer, batch):
+    """Fills batch.documents. For threads: tiktoken works outside the interpreter's lock."""
+    for line, raw in batch.records:
+        try:
+            document = encode(tokenizer, document_text(raw, batch.source.name))
+        except ValueError as error:
+            document = None, str(error)
+        batch.documents.append((line, *document))
+    batch.records = []
+    return batch
+
+
+def ordered_map(pool, function, items, ahead):
+    """pool.map that keeps the order, and never has more than `ahead` items under way."""
+    waiting = deque()
+    for item in items:
+        waiting.append(pool.submit(function, item))
+        if len(waiting) >= ahead:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+class Preparation:
+    """Makes sources into a prepared folder; what it writes is a function of its settings alone.
+
+    progress.json notes, at a document's end, how far reading and the writers are; whoever comes
+    back goes on from there. budget: stop behind the document with which the first source's split
+    has this many tokens. val_fraction: the share of documents, picked by checksum, for validation.
+    """
+
+    def __init__(self, out, sources, tokenizer, source, revision="", budget=0, val_fraction=0.0,
+                 skip_bad=False, command="", shard_tokens=None):
+        self.out, self.sources, self.tokenizer = Path(out), sources, get_tokenizer(tokenizer)
+        self.source, self.revision, self.command = source, revision, command
+        self.budget, self.val_fraction, self.skip_bad = int(budget), val_fraction, skip_bad
+        inputs = json.dumps([(s.split, s.name, s.size) for s in sources]).encode()
+        self.made_from = dict(
+            files=len(sources), first=sources[0].name, sha256=hashlib.sha256(inputs).hexdigest(),
+            revision=revision, tokenizer=tokenizer, budget=self.budget, val_fraction=val_fraction,
+            shard_tokens=shard_tokens or SHARD_TOKENS)
+
+    def run(self, workers=None):
+        """Prepares what is not there yet and returns meta.json's content. Raises DataError."""
+        tqdm, workers = need("tqdm").tqdm, workers or os.cpu_count()
+        try:
+            if self.resume():
+                return read_meta(self.out)
+            with ThreadPoolExecutor(workers) as pool, tqdm(
+                    desc=str(self.out), total=self.budget or None, initial=self.n_first(),
+                    unit="tok", unit_scale=True, mininterval=0.5) as bar:
+                one = functools.partial(tokenise, self.tokenizer)
+                for batch in ordered_map(pool, one, self.batches(pool), 2 * workers + 1):
+                    self.take(batch, bar)
+                    if self.full():
+                        break
+            self.save()
+            return self.finish()
+        except OSError as error:
+            raise DataError(
+                f"{error.filename or self.out} cannot be written ({error.strerror}): make room, "
+                "run the same command again, and it goes on from where it was") from None
+
+    def resume(self):
+        """Takes up where progress.json is, or begins; true if there is nothing left to do."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        names = [name for name in ("meta.json", "progress.json") if (self.out / name).is_file()]
+        if not names and any(path.suffix != ".tmp" for path in self.out.iterdir()):
+            raise DataError(f"{self.out} is not empty: remove it, or choose another --out")
+        saved = json.loads((self.out / names[0]).read_text()) if names else {}
+        if names and saved.get("made_from") != self.made_from:
+            raise DataError(f"{self.out} was made from other files or with other settings: remove "
+                            "it, or choose another --out")
+        self.position, self.skipped = saved.get("position", [0, 0]), saved.get("skipped", 0)
+        if "meta.json" in names:
+            return self.clean()
+        size, counts = self.made_from["shard_tokens"], saved.get("splits", {})
+        self.writers = {s: SplitWriter(self.out, s, size, **counts.get(s, {})) for s in SPLITS}
+        self.save()
+
+    def n_first(self):
+        writer = self.writers[self.sources[0].split]
+        return writer.tokens + writer.n_pending
+
+    def full(self):
+        return 0 < self.budget <= self.n_first()
+
+    def batches(self, pool):
+        """All batches from the saved position on; the next source is fetched while one is read."""
+        start, line = self.position
+        if self.full() or start == len(self.sources):
+            return
+        coming = pool.submit(self.sources[start].fetch)
+        for index, source in enumerate(self.sources[start:], start):
+            path = coming.result()
+            if index + 1 < len(self.sources):
+                coming = pool.submit(self.sources[index + 1].fetch)
+            yield from read_batches(source, index, path, line)
+            line = 0
+
+    def take(self, batch, bar):
+        """Adds one batch's documents in order, up to the budget or to one that is bad."""
+        before = sum(writer.n_pending for writer in self.writers.values())
+        for line, tokens, what in batch.documents:
+            if tokens is None:
+                self.bad(f"{batch.source.name}:{line}: {what}")
+            else:
+                chosen = zlib.crc32(tokens) < self.val_fraction * 2**32
+                self.writers["val" if chosen else batch.source.split].add(tokens, what)
+            self.position = [batch.index, line]
+            if self.full():
+                break
+        if batch.last and not self.full():
+            self.position = [batch.index + 1, 0]
+        size = sum(source.size for source in self.sources)
+        if size and not self.budget:        # judge the total by the share of the files that is read
+            read = sum(source.size for source in self.sources[:batch.index]) + batch.read
+            bar.total = int(self.n_first() * size / max(1, read))
+        bar.update(sum(writer.n_pending for writer in self.writers.values()) - before)
+        downloaded = self.out in batch.path.parents
+        if self.writers["train"].n_pending + self.writers["val"].n_pending > SAVE_TOKENS or \
+                batch.last and downloaded:
+            self.save()
+        if batch.last and downloaded:
+            batch.path.unlink(missing_ok=True)
+
+    def bad(self, what):
+        """Counts a bad document; without skip_bad, stops before it with all earlier ones saved."""
+        if not self.skip_bad:
+            self.save()
+            raise DataError(f"{what}; mend it or add --skip_bad, run the same command again, and "
+                            "it goes on from there")
+        self.skipped += 1
+        print(f"skipped {what}", file=sys.stderr)
+
+    def save(self):
+        """First the documents, then the note of how far they go."""
+        write_json(self.out / "progress.json", dict(
+            command=self.command, made_from=self.made_from, position=self.position,
+            skipped=self.skipped, splits={s: w.save() for s, w in self.writers.items()}))
+
+    def finish(self):
+        """Writes meta.json and returns it."""
+        wanted = [source.split for source in self.sources] + ["val"] * (self.val_fraction > 0)
+        for split in wanted:
+            if not self.writers[split].documents:
+                raise DataError(f"no document went to the {split} split: remove {self.out} and "
+                                "give more text, or another --val_fraction")
+        meta = write_meta(self.out, self.source, self.revision, self.tokenizer.name, self.writers,
+                          self.skipped, self.made_from)
+        self.clean()
+        return meta
+
+    def clean(self):
+        """Removes what only the preparation needed."""
+        (self.out / "progress.json").unlink(missing_ok=True)
+        shutil.rmtree(self.out / "download", ignore_errors=True)
+        return True
+
+
+def local_sources(paths, split):
+    """Sources for the user's own files. Raises DataError for a missing or unknown one."""
+    sources = []
+    for path in map(Path, paths):
+        if not path.is_file():
+            raise DataError(f"{path} is not a file: name .jsonl or .txt files, also as .zst or .gz")
+        if not re.search(r"\.(jsonl|json|txt)(\.zst|\.gz)?$", path.name):
+            raise DataError(f"{path} has none of the endings .jsonl, .json, .txt, with .zst or .gz")
+        sources.append(Source(split, path.name, lambda path=path: path, path.stat().st_size))
+    return sources
+
+
+# -- data sets on the hub -------------------------------------------------------------------------
+
+def on_hub(repo, call, *args, **kwargs):
+    """Calls one of huggingface_hub's functions; its errors become a DataError."""
+    try:
+        return call(repo, *args, **kwargs)
+    except Exception as error:      # the hub's, the network's and the disk's errors
+        if type(error).__name__ == "GatedRepoError":
+            raise DataError(
+                f"{repo} is gated: accept its licence at https://huggingface.co/datasets/{repo} in "
+                "a browser, log in here with `hf auth login`, and run this again") from None
+        raise DataError(
+            f"{repo} cannot be read from the hub ({type(error).__name__}): run the same command "
+            "again when the network is back, or name a copy with --local DIR") from None
+
+
+def hub_files(repo, revision, wanted, out, local=None):
+    """The files of a data set that match `wanted`, sorted: (names, fetch(name) -> path, revision).
+
+    local: a folder with the repository's layout, to use in place of the hub.
+    """
+    if local:
+        names = [p.relative_to(local).as_posix() for p in Path(local).rglob("*") if p.is_file()]
+        fetch, revision = functools.partial(Path, local), "a local copy"
+    else:
+        hub = need("huggingface_hub")
+        revision = on_hub(repo, hub.HfApi().dataset_info, revision=revision).sha
+        where = dict(repo_type="dataset", revision=revision)
+        names = on_hub(repo, hub.HfApi().list_repo_files, **where)
+        fetch = lambda name: Path(on_hub(
+            repo, hub.hf_hub_download, name, local_dir=Path(out, "download"), **where))
+    names = sorted(name for name in names if re.fullmatch(wanted, name))
+    if not names:
+        raise DataError(f"{local or repo} holds no file that matches {wanted}")
+    return names, fetch, revision
+
+
+def hub_sources(name, out, local=None):
+    """(sources, repository, revision) of one of the data sets in HUB."""
+    repo, revision, wanted, split = HUB[name]
+    names, fetch, revision = hub_files(repo, revision, wanted, out, local)
+    size = lambda file: fetch(file).stat().st_size if local else 0
+    return [Source(split, n, functools.partial(fetch, n), size(n)) for n in names], repo, revision
+
+
+# -- question sets --------------------------------------------------------------------------------
+
+TASKS = {                           # repository, configuration (a pattern), split
+    "hellaswag": ("Rowan/hellaswag", ".*", "validation"),
+    "piqa": ("baber/piqa", ".*", "validation"),
+    "arc_easy": ("allenai/ai2_arc", "ARC-Easy", "test"),
+    "arc_challenge": ("allenai/ai2_arc", "ARC-Challenge", "test"),
+    "boolq": ("google/boolq", ".*", "validation"),
+    "winogrande": ("allenai/winogrande", "winogrande_xl", "validation"),
+}
+
+
+def hellaswag_clean(text):
+    """HellaSwag's WikiHow part carries traces of the web page."""
+    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
+    return text.replace("  ", " ")
+
+
+def template(task, row):
+    """(context or one context per choice, choices, gold or None) as lm-evaluation-harness has them.
+
+    Templates of its commit 4e7e0d47. HellaSwag rows may be preprocessed: query, choices, label.
+    """
+    if task == "hellaswag" and "query" in row:
+        return row["query"], row["choices"], row["label"]
+    if task == "hellaswag":
+        context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+        return hellaswag_clean(context), [hellaswag_clean(e) for e in row["endings"]], row["label"]
+    if task == "piqa":
+        return f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]], row["label"]
+    if task == "boolq":
+        context = f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:"
+        return context, ["no", "yes"], row["answer"] if "answer" in row else row["label"]
+    if task == "winogrande":        # the options differ, the text behind them is what is scored
+        before, after = row["sentence"].split("_", 1)
+        contexts = [before + row["option1"], before + row["option2"]]
+        return contexts, [after.strip()] * 2, {"1": 0, "2": 1}.get(str(row["answer"]))
+    labels, key = row["choices"]["label"], row["answerKey"]
+    gold = labels.index(key) if key in labels else None
+    return f"Question: {row['question']}\nAnswer:", row["choices"]["text"], gold
+
+
+def question(task, row, number):
+    """One row as {task, id, context or contexts, choices, gold}; choices begin with their space.
+
+    Raises ValueError with what is wrong with the row.
+    """
+    try:
+        context, choices, gold = template(task, row)
+        choices = [" " + choice for choice in choices]
+    except KeyError as error:
+        raise ValueError(f"no field {error}") from None
+    except (TypeError, AttributeError, ValueError):
+        raise ValueError(f"not a row of {task}") from None
+    if not all(choice.strip() for choice in choices):
+        raise ValueError("an answer with no characters")
+    if not re.fullmatch(r"\d+", str(int(gold) if isinstance(gold, bool) else gold)) \
+            or int(gold) >= len(choices):
+        raise ValueError("no gold answer")
+    name = next((row[key] for key in ("id", "ind", "idx") if key in row), number)
+    key = "contexts" if isinstance(context, list) else "context"
+    return {"task": task, "id": str(name), key: context, "choices": choices, "gold": int(gold)}
+
+
+def read_rows(path):
+    """(number, row) of a .jsonl or .parquet file. Raises DataError for a line that is not JSON."""
+    if path.suffix == ".parquet":
+        yield from enumerate(need("pyarrow.parquet").read_table(path).to_pylist(), 1)
+        return
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            if line.strip():
+                yield number, json.loads(line)
+        except ValueError:
+            raise DataError(f"{path}:{number}: not JSON") from None
+
+
+def task_files(task, out, local):
+    """hub_files for one task. A local folder has a folder for the task, or the hub's layout."""
+    repo, config, split = TASKS[task]
+    if not local:
+        return hub_files(repo, "refs/convert/parquet", f"{config}/{split}/.*parquet", out)
+    if Path(local, task).is_dir():
+        return hub_files(repo, "", rf".*{split}.*\.(jsonl|parquet)", out, Path(local, task))
+    return hub_files(repo, "", rf".*{config}.*{split}.*\.(jsonl|parquet)", out, Path(local, repo))
+
+
+def prepare_mcqa(out="data/mcqa", tasks=None, local=None):
+    """Writes out/<task>.jsonl for the tasks (None: all, or all that `local` holds) and meta.json.
+
+    Returns meta.json's content. Raises DataError that names the file and line of a bad row.
+    """
+    out, found = Path(out), {}
+    if tasks is None:
+        tasks = [task for task, (repo, *_) in TASKS.items()
+                 if not local or Path(local, task).is_dir() or Path(local, repo).is_dir()]
+    if not tasks:
+        raise DataError(f"{local} has no folder named after one of {', '.join(TASKS)}")
+    out.mkdir(parents=True, exist_ok=True)
+    for task in tasks:
+        names, fetch, revision = task_files(task, out, local)
+        rows = []
+        for name in names:
+            for number, row in read_rows(fetch(name)):
+                try:
+                    rows.append(question(task, row, number))
+                except ValueError as error:
+                    raise DataError(f"{fetch(name)}:{number}: {error}") from None
+        if not rows:
+            raise DataError(f"{fetch(names[0])} holds no questions")
+        temporary = out / f"{task}.jsonl.tmp"
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        os.replace(temporary, out / f"{task}.jsonl")
+        found[task] = dict(
+            questions=len(rows), source=TASKS[task][0], split=TASKS[task][2], revision=revision,
+            files=names, sha256=sha256(out / f"{task}.jsonl"))
+    old = read_meta(out)["tasks"] if (out / "meta.json").is_file() else {}
+    meta = dict(format=VERSION, template="lm-evaluation-harness 4e7e0d47", tasks={**old, **found})
+    write_json(out / "meta.json", meta)
+    shutil.rmtree(out / "download", ignore_errors=True)
+    return meta
+
+
+# -- the script -----------------------------------------------------------------------------------
+
+def parse_arguments(argv):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    helps = dict(
+        stdlib="the running Python's own source as bytes", jsonl="your own .jsonl and .txt files",
+        dclm="training text from DCLM-baseline", c4="C4-en validation text",
+        paloma="Paloma's C4 validation text (gated)", mcqa="six question sets",
+        show="what a folder holds")
+    for name, text in helps.items():
+        command = commands.add_parser(name, help=text, description=text)
+        if name == "show":
+            command.add_argument("dir")
+            continue
+        command.add_argument("--out", default=f"data/{name}", required=name == "jsonl")
+        if name == "jsonl":
+            command.add_argument("paths", nargs="*", metavar="PATH", help="training text")
+            command.add_argument("--val", nargs="+", default=[], metavar="PATH",
+                                 help="validation text")
+        if name in ("jsonl", *HUB):
+            command.add_argument("--tokenizer", default="gpt2", choices=["gpt2", "bytes"])
+            command.add_argument("--skip_bad", action="store_true",
+                                 help="count bad documents and go on")
+            command.add_argument("--workers", type=int, help="threads (default: one for each core)")
+        if name in (*HUB, "mcqa"):
+            command.add_argument("--local", metavar="DIR", help="a folder with the hub's layout")
+        if name in ("jsonl", "dclm"):
+            command.add_argument("--val_fraction", type=float, default=5e-4 * (name == "dclm"),
+                                 help="share of the documents kept for validation")
+        if name == "dclm":
+            command.add_argument("--tokens", type=float, required=True, help="stop here, e.g. 5e9")
+        if name in ("c4", "paloma"):
+            command.add_argument("--sequences", type=int, default=256)
+            command.add_argument("--seq_len", type=int, default=8192)
+        if name == "mcqa":
+            command.add_argument("--tasks", nargs="+", choices=list(TASKS))
+    return parser.parse_args(argv)
+
+
+def prepare_text(args, argv):
+    """The commands jsonl, dclm, c4 and paloma."""
+    budget, val_fraction = 0, getattr(args, "val_fraction", 0.0)
+    if args.command == "jsonl":
+        sources = local_sources(args.paths, "train") + local_sources(args.val, "val")
+        source, revision = "local files", ""
+        if not sources:
+            raise DataError("no files: name some, python data.py jsonl PATH... --out DIR")
+    else:
+        sources, source, revision = hub_sources(args.command, args.out, args.local)
+        budget = args.tokens if args.command == "dclm" else args.sequences * args.seq_len
+    return Preparation(
+        args.out, sources, args.tokenizer, source, revision, budget, val_fraction, args.skip_bad,
+        shlex.join(["python", "data.py", *argv])).run(args.workers)
+
+
+def main(argv):
+    """Runs one command; returns the exit status."""
+    args = parse_arguments(argv)
+    try:
+        if args.command == "stdlib":
+            prepare_stdlib(args.out)
+        elif args.command == "mcqa":
+            prepare_mcqa(args.out, args.tasks, args.local)
+        elif args.command != "show":
+            prepare_text(args, argv)
+        show(args.dir if args.command == "show" else args.out)
+    except DataError as error:
+        print(f"data.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nstopped: run the same command again and it goes on", file=sys.stderr)
+        return 130
+    return 0
