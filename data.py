@@ -397,6 +397,7 @@ def show(path):
 
 
 if __name__ == "__main__":
-    # This file is now loaded as __main__; prepare imports it again as `data`, and uses only that.
+    # Here this file is __main__. prepare imports it once more as `data` and sees only that copy, so
+    # there is nothing else in this part: a DataError is always data.DataError.
     from prepare import main
     sys.exit(main(sys.argv[1:]))

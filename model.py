@@ -83,27 +83,22 @@ class ModelConfig:
 @dataclasses.dataclass
 class Cache:
     """
-    What a clean prefix leaves behind, one entry per layer (None where the layer has no such part).
-    Allocated once and written in place. `lengths` counts the tokens held by each row.
+    What a clean prefix leaves behind. Allocated once and written in place. `layers` holds, for each
+    layer, an attention layer's (keys, values), each (b, heads, max_len, head_dim), keys rotated, or a
+    Mamba layer's boundary state (conv (b, conv_width - 1, channels), ssm (b, heads, head_dim, state)).
     """
-    keys: list                          # (b, heads, max_len, head_dim), attention layers, rotated
-    values: list                        # (b, heads, max_len, head_dim)
-    conv: list                          # (b, conv_width - 1, channels), Mamba layers
-    ssm: list                           # (b, heads, head_dim, state), fp32
-    lengths: torch.Tensor               # (b,) int64, on the device: kernels read it there
+    layers: list
+    lengths: torch.Tensor               # (b,) int64 tokens held by each row, on the device
     max_len: int
 
     @property
     def nbytes(self):
-        parts = self.keys + self.values + self.conv + self.ssm
-        return sum(p.numel() * p.element_size() for p in parts if p is not None)
+        return sum(part.numel() * part.element_size() for state in self.layers for part in state)
 
     def rows(self, start, stop):
         """A cache of rows start..stop-1 that shares this one's memory."""
-        def cut(parts):
-            return [None if p is None else p[start:stop] for p in parts]
-        return Cache(cut(self.keys), cut(self.values), cut(self.conv), cut(self.ssm),
-                     self.lengths[start:stop], self.max_len)
+        layers = [tuple(part[start:stop] for part in state) for state in self.layers]
+        return Cache(layers, self.lengths[start:stop], self.max_len)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -175,22 +170,20 @@ class Attention(nn.Module):
             (q_clean if need_clean else None, k_clean, v_clean), parts, masks)
         return self.merge(y_clean) if need_clean else None, self.merge(y).view_as(noisy)
 
-    def extend(self, u, cache, layer, rope, block_len):
+    def extend(self, u, state, lengths, rope, block_len):
         """Whole clean blocks u (b, m, d): attends block-causally and appends keys and values."""
         q, k, v = self.project(u, rope)
-        keys, values = cache.keys[layer], cache.values[layer]
-        y = ops.cached_attention(q, k, v, keys, values, cache.lengths, block_len)
+        keys, values = state
+        y = ops.cached_attention(q, k, v, keys, values, lengths, block_len)
         rows = torch.arange(len(u), device=u.device)[:, None]
-        at = cache.lengths[:, None] + torch.arange(u.size(1), device=u.device)
+        at = lengths[:, None] + torch.arange(u.size(1), device=u.device)
         keys[rows, :, at], values[rows, :, at] = k.transpose(1, 2), v.transpose(1, 2)
         return self.merge(y)
 
-    def denoise(self, u, cache, layer, rope):
+    def denoise(self, u, state, lengths, rope):
         """One noisy block u (b, l, d): attends to the cache and itself, writes nothing."""
         q, k, v = self.project(u, rope)
-        y = ops.cached_attention(q, k, v, cache.keys[layer], cache.values[layer],
-                                 cache.lengths, u.size(1))
-        return self.merge(y)
+        return self.merge(ops.cached_attention(q, k, v, *state, lengths, u.size(1)))
 
 
 class Mamba2(nn.Module):
@@ -258,17 +251,17 @@ class BiMamba(nn.Module):
         y, conv, ssm = self.fwd(clean, block_len=noisy.size(1))
         return y, self.scan_both(noisy, conv.flatten(0, 1), ssm.flatten(0, 1))
 
-    def extend(self, u, cache, layer, rope, block_len):
+    def extend(self, u, state, lengths, rope, block_len):
         """Whole clean blocks u (b, m, d): continues the forward scan and moves the state on."""
-        conv, ssm = cache.conv[layer], cache.ssm[layer]
+        conv, ssm = state
         y, convs, ssms = self.fwd(u, conv, ssm)
-        conv.copy_(convs[:, -1] if u.size(1) else conv)
+        conv.copy_(convs[:, -1])
         ssm.copy_(ssms[:, -1])
         return y
 
-    def denoise(self, u, cache, layer, rope):
+    def denoise(self, u, state, lengths, rope):
         """One noisy block u (b, l, d): both directions, nothing written."""
-        return self.scan_both(u, cache.conv[layer], cache.ssm[layer])
+        return self.scan_both(u, *state)
 
 
 class Layer(nn.Module):
@@ -309,13 +302,13 @@ class Layer(nn.Module):
         clean = self.leave(clean, y_clean, mod_clean) if need_clean else None
         return clean, self.leave(noisy, y, mod)
 
-    def extend(self, h, c, cache, layer, rope, block_len):
+    def extend(self, h, c, state, lengths, rope, block_len):
         mod = self.modulation(c)
-        return self.leave(h, self.mixer.extend(self.enter(h, mod), cache, layer, rope, block_len), mod)
+        return self.leave(h, self.mixer.extend(self.enter(h, mod), state, lengths, rope, block_len), mod)
 
-    def denoise(self, h, c, cache, layer, rope):
+    def denoise(self, h, c, state, lengths, rope):
         mod = self.modulation(c)
-        return self.leave(h, self.mixer.denoise(self.enter(h, mod), cache, layer, rope), mod)
+        return self.leave(h, self.mixer.denoise(self.enter(h, mod), state, lengths, rope), mod)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -491,18 +484,14 @@ class BlockDiffusionLM(nn.Module):
         c, weight = self.config, self.embed.weight
         self.rope(max_len)
         self.rope(min(max_len + (block_len or c.block_len), c.rope_capacity))
-        keys, values, conv, ssm = [], [], [], []
-        for layer in self.layers:
-            attention = isinstance(layer.mixer, Attention)
-            kv = (batch, c.n_head, max_len, c.d_model // c.n_head)
-            keys.append(weight.new_empty(kv) if attention else None)
-            values.append(weight.new_empty(kv) if attention else None)
-            width = c.d_inner + 2 * c.d_state
-            conv.append(None if attention else weight.new_zeros(batch, c.conv_width - 1, width))
-            heads = c.d_inner // c.mamba_head_dim
-            ssm.append(None if attention else weight.new_zeros(
-                batch, heads, c.mamba_head_dim, c.d_state, dtype=ops.at_least_fp32(weight.dtype)))
-        return Cache(keys, values, conv, ssm, torch.zeros(batch, dtype=torch.long, device=weight.device), max_len)
+        kv = (batch, c.n_head, max_len, c.d_model // c.n_head)
+        conv = (batch, c.conv_width - 1, c.d_inner + 2 * c.d_state)
+        ssm = (batch, c.d_inner // c.mamba_head_dim, c.mamba_head_dim, c.d_state)
+        layers = [
+            (weight.new_empty(kv), weight.new_empty(kv)) if isinstance(layer.mixer, Attention) else
+            (weight.new_zeros(conv), weight.new_zeros(ssm, dtype=ops.at_least_fp32(weight.dtype)))
+            for layer in self.layers]
+        return Cache(layers, torch.zeros(batch, dtype=torch.long, device=weight.device), max_len)
 
     @torch.no_grad()
     def prefill(self, x0, cache, chunk_tokens=4096):
@@ -520,8 +509,8 @@ class BlockDiffusionLM(nn.Module):
         c = self.condition_clean()
         for x in x0.split(step, 1):
             h, rope = self.embed(x), self.rope_after(cache, x.size(1))
-            for i, layer in enumerate(self.layers):
-                h = layer.extend(h, c, cache, i, rope, l)
+            for layer, state in zip(self.layers, cache.layers):
+                h = layer.extend(h, c, state, cache.lengths, rope, l)
             cache.lengths += x.size(1)
 
     def commit(self, x0_block, cache):
@@ -536,8 +525,8 @@ class BlockDiffusionLM(nn.Module):
                              f"cannot denoise a block of {xt.size(1)}")
         h, c = self.embed(xt), self.condition(t)
         rope = self.rope_after(cache, xt.size(1))
-        for i, layer in enumerate(self.layers):
-            h = layer.denoise(h, c, cache, i, rope)
+        for layer, state in zip(self.layers, cache.layers):
+            h = layer.denoise(h, c, state, cache.lengths, rope)
         return self.final(h, c)
 
     def denoise(self, xt, cache, t):

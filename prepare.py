@@ -1,9 +1,7 @@
-"""Text and questions from outside, made into folders that data.py and the evaluations read.
+"""Makes text into folders that data.py reads, and six zero-shot question sets into one small form.
 
-It is a module of its own because training never needs it: it runs once, beforehand, and alone
-asks for zstandard, tqdm, huggingface_hub and pyarrow; `python data.py` is its command line. Text is
-prepared resumably, on all cores, in constant memory; `mcqa` makes the six question sets of the
-paper's zero-shot table into one small form.
+It is a module of its own because training never needs it: it runs once, beforehand, by way of
+`python data.py`, and alone asks for zstandard, tqdm, huggingface_hub and pyarrow.
 
     python data.py jsonl *.jsonl.zst --val valid.jsonl --tokenizer gpt2 --out data/mine
     python data.py dclm --tokens 5e9
@@ -313,7 +311,7 @@ def local_sources(paths, split):
             raise DataError(f"{path} is not a file: name .jsonl or .txt files, also as .zst or .gz")
         if not re.search(r"\.(jsonl|json|txt)(\.zst|\.gz)?$", path.name):
             raise DataError(f"{path} has none of the endings .jsonl, .json, .txt, with .zst or .gz")
-        sources.append(Source(split, path.name, lambda path=path: path, path.stat().st_size))
+        sources.append(Source(split, path.name, functools.partial(Path, path), path.stat().st_size))
     return sources
 
 

@@ -1,4 +1,4 @@
-"""What the README says about data.py and prepare.py, one sentence a test. No network: small invented files."""
+"""What the README says about data.py and prepare.py, one sentence a test. No network is used."""
 import errno
 import gzip
 import itertools
@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 import types
@@ -446,6 +447,13 @@ def test_a_mistake_is_one_sentence_and_status_1(tmp_path, monkeypatch, capsys, a
     assert message in error and "Traceback" not in error
 
 
+def test_the_script_data_py_is_the_command_line(tmp_path):
+    command = [sys.executable, REPOSITORY / "data.py", "show", "nowhere"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("data.py: nowhere holds no prepared data: run python data.py")
+
+
 def test_a_missing_package_names_the_pip_command(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl.zst", documents(TEXTS))
     monkeypatch.setitem(sys.modules, "zstandard", None)
@@ -666,7 +674,8 @@ def test_six_question_sets_become_one_form(tmp_path, task):
     row, expected = ROWS[task]
     split = prepare.TASKS[task][2]
     write_jsonl(tmp_path / "in" / task / f"{split}.jsonl", [row])
-    assert prepare.main(["mcqa", "--local", str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 0
+    arguments = ["mcqa", "--local", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
+    assert prepare.main(arguments) == 0
     found = json.loads((tmp_path / "out" / f"{task}.jsonl").read_text())
     assert found == dict(expected, task=task)
     assert json.loads((tmp_path / "out" / "meta.json").read_text())["tasks"][task]["questions"] == 1
@@ -701,7 +710,8 @@ def test_a_bad_question_is_named_by_file_and_line(tmp_path, capsys, task, change
     good = ROWS[task][0]
     name = f"{prepare.TASKS[task][2]}.jsonl"
     write_jsonl(tmp_path / "in" / task / name, [good, dict(good, **change)])
-    assert prepare.main(["mcqa", "--local", str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 1
+    arguments = ["mcqa", "--local", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
+    assert prepare.main(arguments) == 1
     assert f"{name}:2: {message}" in capsys.readouterr().err
     assert not (tmp_path / "out" / f"{task}.jsonl").exists()
 

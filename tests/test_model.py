@@ -64,37 +64,34 @@ def test_a_prefix_read_in_chunks_leaves_the_same_cache(name, chunk_tokens):
                                model.all_block_logits(x0, xt, t)[:, 24:])
 
 
-def cache_bytes_after(model, x0):
-    cache = model.new_cache(len(x0), 32)
-    model.prefill(x0, cache)
-    held = [p[:, :, :x0.size(1)] for p in cache.keys + cache.values if p is not None]
-    return [p.clone() for p in held + [p for p in cache.conv + cache.ssm if p is not None]]
+def contents(cache, length):
+    """Copies of all that a cache holds of its first `length` tokens."""
+    return [part[:, :, :length].clone() if part.size(2) == cache.max_len else part.clone()
+            for state in cache.layers for part in state]
 
 
 @block_models
 def test_the_cache_is_bit_identical_for_every_t(name):
-    """With timestep conditioning on: denoising at any t leaves the cache as it was, and the clean
-    stream has no input through which t could reach it."""
+    """With timestep conditioning on, denoising at any t leaves the cache as it was, and block by block
+    the caches come out equal whatever t the blocks between were denoised at."""
     model = make_model(name, time_conditioning=True)
     x0, xt, _ = make_batch(model)
-    before = cache_bytes_after(model, x0[:, :24])
+    whole = model.new_cache(3, 32)
+    model.prefill(x0[:, :24], whole)
+    caches = []
     for level in (0.001, 0.5, 1.0):
         cache = model.new_cache(3, 32)
         for i in range(3):
             model.denoise(xt[:, 8 * i:8 * i + 8], cache, torch.full((3,), level))
             model.commit(x0[:, 8 * i:8 * i + 8], cache)
-        stepwise = [p[:, :, :24] for p in cache.keys + cache.values if p is not None]
-        stepwise += [p for p in cache.conv + cache.ssm if p is not None]
-        kept = [p.clone() for p in stepwise]
+        before = contents(cache, 24)
         a = model.denoise(xt[:, 24:], cache, torch.full((3,), level))
         b = model.denoise(xt[:, 24:], cache, torch.full((3,), 0.7))
         assert not torch.equal(a, b), "t must reach the active block"
-        for p, q, r in zip(stepwise, kept, before):
-            assert torch.equal(p, q)
-            torch.testing.assert_close(p, r)
-        if level == 0.001:
-            first = kept
-        assert all(torch.equal(p, q) for p, q in zip(kept, first))
+        caches.append(contents(cache, 24))
+        for p, q, r, one_pass in zip(before, caches[-1], caches[0], contents(whole, 24)):
+            assert torch.equal(p, q) and torch.equal(q, r)
+            torch.testing.assert_close(q, one_pass)
 
 
 @block_models
@@ -172,9 +169,9 @@ def test_an_untrained_model_scores_ln_of_the_vocabulary_within_its_standard_erro
         d_model=16, d_state=8, mamba_head_dim=8))
     with torch.no_grad():
         g = torch.Generator().manual_seed(0)
-        losses = torch.stack([model(torch.randint(0, 50_257, (64, 32), generator=g), g) for _ in range(12)])
+        losses = torch.stack([model(torch.randint(0, 50_257, (16, 32), generator=g), g) for _ in range(12)])
     error = losses.std() / math.sqrt(len(losses))
-    assert error < 0.5 and abs(losses.mean() - math.log(50_257)) < 4 * error
+    assert error < 1.0 and abs(losses.mean() - math.log(50_257)) < 4 * error
 
 
 @pytest.mark.parametrize("attn_every", [1, 2])
