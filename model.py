@@ -126,6 +126,13 @@ def gated(h, y, gate):
     return h + (y if gate is None else gate * y)
 
 
+def gated_norm(y, z, weight):
+    """RMS norm of y * SiLU(z), statistics in fp32."""
+    y = (y * F.silu(z)).to(ops.at_least_fp32(y.dtype))
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)
+    return (y * weight).to(z.dtype)
+
+
 class TimestepEmbedding(nn.Module):
     """t (m,) in [0, 1] -> (m, 1, d): a sinusoid of 256 features, then a two-layer MLP."""
 
@@ -206,7 +213,7 @@ class Mamba2(nn.Module):
         self.norm_weight = nn.Parameter(torch.ones(di))
         self.out_proj = nn.Linear(di, d, bias=False)
 
-    def forward(self, u, conv=None, ssm=None, block_len=None):
+    def forward(self, u, conv=None, ssm=None, block_len=None, want_states=True):
         """
         Scans u (r, s, d) from the boundary state (conv (r, w-1, c), ssm (r, h, p, n)), None for
         zeros. Returns y (r, s, d), and the conv and ssm states before every block and at the end:
@@ -215,20 +222,14 @@ class Mamba2(nn.Module):
         z, xBC = self.in_proj(u).split([self.d_inner, self.d_inner + 2 * self.d_state], -1)
         if conv is None:
             conv = xBC.new_zeros(len(u), self.w - 1, xBC.size(-1))
-        convs = ops.conv_boundaries(xBC, conv, block_len)
+        convs = ops.conv_boundaries(xBC, conv, block_len) if want_states else None
         xBC = ops.causal_conv(xBC, self.conv_weight, self.conv_bias, conv)
         x, B, C = xBC.split([self.d_inner, self.d_state, self.d_state], -1)
         dtype = ops.at_least_fp32(u.dtype)
         dt = F.softplus(self.dt_proj(u).to(dtype) + self.dt_bias.to(dtype))    # (r, s, h)
         y, ssms = ops.ssd_scan(x.unflatten(-1, (self.heads, -1)), dt, -torch.exp(self.A_log.to(dtype)),
-                               B, C, self.D, ssm, block_len, self.chunk_len)
-        return self.out_proj(self.gated_norm(y.flatten(2), z)), convs, ssms
-
-    def gated_norm(self, y, z):
-        """RMS norm of y * SiLU(z), statistics in fp32."""
-        y = (y * F.silu(z)).to(ops.at_least_fp32(y.dtype))
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)
-        return (y * self.norm_weight).to(z.dtype)
+                               B, C, self.D, ssm, block_len, self.chunk_len, want_states)
+        return self.out_proj(gated_norm(y.flatten(2), z, self.norm_weight)), convs, ssms
 
 
 class BiMamba(nn.Module):
@@ -237,10 +238,52 @@ class BiMamba(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.fwd, self.rev = Mamba2(config), Mamba2(config)
+        self.merged = None                              # see merge_directions
 
     def scan_both(self, u, conv=None, ssm=None):
         """Eq. partial-reverse: forward from the boundary state, reverse inside the block alone."""
-        return self.fwd(u, conv, ssm)[0] + self.rev(u.flip(1))[0].flip(1)
+        y_fwd = self.fwd(u, conv, ssm, want_states=False)[0]
+        return y_fwd + self.rev(u.flip(1), want_states=False)[0].flip(1)
+
+    @torch.no_grad()
+    def merge_directions(self):
+        """Joins both directions' weights, so that `scan_merged` is one mixer of double width: one
+        projection in, one convolution, one scan, one projection out (whose product does the sum)."""
+        pair, f = (self.fwd, self.rev), self.fwd
+        width = 2 * (f.in_proj.out_features + f.heads)
+        rows = [m.in_proj.weight for m in pair] + [m.dt_proj.weight for m in pair]
+        rows.append(rows[0].new_zeros(-width % 64, rows[0].size(1)))           # aligned rows
+        dtype = ops.at_least_fp32(f.A_log.dtype)
+        self.merged = dict(
+            w_in=torch.cat(rows), w_out=torch.cat([m.out_proj.weight for m in pair], 1),
+            conv_weight=torch.stack([m.conv_weight for m in pair])[:, None],   # (2, 1, c, w)
+            conv_bias=torch.stack([m.conv_bias for m in pair])[:, None, None],
+            dt_bias=torch.stack([m.dt_bias for m in pair])[:, None, None].to(dtype),
+            A=torch.stack([-torch.exp(m.A_log.to(dtype)) for m in pair]),      # (2, h)
+            D=torch.stack([m.D.to(dtype) for m in pair]),
+            norm=torch.stack([m.norm_weight for m in pair])[:, None, None])
+
+    def scan_merged(self, u, conv, ssm):
+        """`scan_both` with merged weights; u (b, l, d). Direction is a leading axis of two."""
+        w, f, (b, l, _) = self.merged, self.fwd, u.shape
+        h, di, n, inner = f.heads, f.d_inner, f.d_state, f.in_proj.out_features
+        proj = F.linear(u, w["w_in"])
+
+        def directions(x):                              # (b, l, 2 m) -> (2, b, l, m), reverse flipped
+            fwd, rev = x.chunk(2, -1)
+            return torch.stack([fwd, rev.flip(1)])
+        zxBC, dt = directions(proj[..., :2 * inner]), directions(proj[..., 2 * inner:2 * (inner + h)])
+        z, xBC = zxBC.split([di, inner - di], -1)
+        start = torch.stack([conv, torch.zeros_like(conv)]).to(u.dtype)
+        xBC = ops.causal_conv(xBC, w["conv_weight"], w["conv_bias"], start)
+        x, B, C = xBC.flatten(0, 1).split([di, n, n], -1)
+        dt = F.softplus(dt.to(w["dt_bias"].dtype) + w["dt_bias"]).flatten(0, 1)
+        ssm = torch.cat([ssm, torch.zeros_like(ssm)])
+        A, D = (v[:, None].expand(2, b, h).reshape(2 * b, h) for v in (w["A"], w["D"]))
+        y = ops.ssd_scan(x.unflatten(-1, (h, -1)), dt, A, B, C, D, ssm, want_states=False,
+                         chunk_len=f.chunk_len)[0].view(2, b, l, di)
+        y = gated_norm(y, z, w["norm"])
+        return F.linear(torch.cat([y[0], y[1].flip(1)], -1), w["w_out"])
 
     def two_stream(self, clean, noisy, rope, masks, need_clean):
         """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes. One clean scan gives every
@@ -261,7 +304,7 @@ class BiMamba(nn.Module):
 
     def denoise(self, u, state, lengths, rope):
         """One noisy block u (b, l, d): both directions, nothing written."""
-        return self.scan_both(u, *state)
+        return self.scan_merged(u, *state) if self.merged else self.scan_both(u, *state)
 
 
 class Layer(nn.Module):

@@ -33,6 +33,7 @@ def ssd_scan_ref(x, dt, A, B, C, D, initial_state=None, block_len=None):
     The scan as a loop over positions. Slow, obvious, and what every other version is tested against.
 
     x (b, s, h, p); dt (b, s, h) step sizes > 0; A (h,) < 0; B, C (b, s, n) shared by all heads; D (h,);
+    A and D may also be (b, h);
     initial_state (b, h, p, n) or None for zeros; block_len divides s, or None for one block.
     Returns y (b, s, h, p) in x.dtype and states (b, k + 1, h, p, n): the state before each of the
     k = s / block_len blocks, then the final one.
@@ -47,17 +48,20 @@ def ssd_scan_ref(x, dt, A, B, C, D, initial_state=None, block_len=None):
         decay = torch.exp(dt[:, i] * A)                                        # (b, h)
         update = (dt[:, i, :, None] * xs[:, i])[..., None] * Bs[:, i, None, None, :]
         state = decay[..., None, None] * state + update                        # (b, h, p, n)
-        ys.append((state * Cs[:, i, None, None, :]).sum(-1) + D[:, None] * xs[:, i])
+        ys.append((state * Cs[:, i, None, None, :]).sum(-1) + D[..., None] * xs[:, i])
         if (i + 1) % (block_len or s) == 0:
             states.append(state)
     return torch.stack(ys, 1).to(x.dtype), torch.stack(states, 1)
 
 
-def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=128):
+def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=128, want_states=True):
     """
     The same function as `ssd_scan_ref`, as matrix products over chunks of at most chunk_len
-    positions (state-space duality, Dao & Gu 2024). Differentiable in every tensor argument.
+    positions (state-space duality, Dao & Gu 2024). Differentiable in every tensor argument. Where
+    nobody reads the states, want_states=False lets the fast path skip them and return None.
     """
+    if KERNELS["scan"] == "triton":
+        return _ssd_scan_triton(x, dt, A, B, C, D, initial_state, block_len, want_states)
     b, s, h, p = x.shape
     n = B.size(-1)
     assert s % (block_len or s or 1) == 0, f"{s} positions are not whole blocks of {block_len}"
@@ -65,7 +69,7 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
     dtype = at_least_fp32(x.dtype)
     with torch.autocast(x.device.type, enabled=False):
         xs, dt, B, C = (v.to(dtype) for v in (x, dt, B, C))
-        A, D = A.to(dtype), D.to(dtype)
+        A, D = (v.to(dtype).view(-1, 1, h) for v in (A, D))
         tail = -s % l                                # dt = 0 leaves the state as it is
         xd, Bc, Cc, a = (F.pad(v.flatten(2), (0, 0, 0, tail)).unflatten(1, (-1, l))
                          for v in (xs * dt[..., None], B, C, dt * A))         # (b, c, l, .)
@@ -87,9 +91,32 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
         # 4. What that state contributes to the positions of its chunk.
         from_start = torch.exp(a.cumsum(-1))[..., None]                        # (b, c, h, l, 1)
         y = y + from_start * (Cc[:, :, None] @ states[:, :-1].transpose(3, 4))
-        y = y.permute(0, 1, 3, 2, 4).reshape(b, -1, h, p)[:, :s] + D[:, None] * xs
+        y = y.permute(0, 1, 3, 2, 4).reshape(b, -1, h, p)[:, :s] + D[..., None] * xs
         every = block_len // l if block_len else states.size(1) - 1
         return y.to(x.dtype), states[:, ::every]
+
+
+SCAN_ROW = 256                          # positions of a row of the Triton kernels
+
+
+def _ssd_scan_triton(x, dt, A, B, C, D, initial_state, block_len, want_states):
+    """`ssd_scan` by kernels over short rows: what each row leaves behind, the states carried over rows,
+    then all rows at once, each from its own state."""
+    import kernels
+    b, s, h, p = x.shape
+    row = min(block_len or s, SCAN_ROW)
+    if s % row:                                         # an odd length: one row for each sequence
+        row = block_len or s
+    A, D = A.float(), D.float()
+    if row == s and not want_states:
+        return kernels.ssd_rows(x, dt, A, B, C, D, initial_state), None
+    xs, dts, Bs, Cs = (v.unflatten(1, (-1, row)).flatten(0, 1) for v in (x, dt, B, C))
+    local = kernels.ssd_row_states(xs, dts, A, Bs).unflatten(0, (b, -1))       # (b, c, h, p, n)
+    log_decay = (dt * A).unflatten(1, (-1, row)).sum(2)                        # (b, c, h)
+    states = pass_states(local, log_decay, _initial(initial_state, x, B, torch.float32))
+    y = kernels.ssd_rows(xs, dts, A, Bs, Cs, D, states[:, :-1].flatten(0, 1))
+    every = block_len // row if block_len else states.size(1) - 1
+    return y.unflatten(0, (b, -1)).flatten(1, 2), states[:, ::every]
 
 
 def pass_states(local, log_decay, initial):
@@ -127,21 +154,18 @@ def _initial(state, x, B, dtype):
 # ----------------------------------------------------------------------------------------------
 # The causal convolution over x, B and C
 
-def causal_conv(u, weight, bias, initial=None):
+def causal_conv(u, weight, bias, initial):
     """
     Depthwise causal convolution then SiLU: position i sees columns i-w+1..i.
 
-    u (b, s, c); weight (c, w); bias (c,); initial (b, w-1, c): the columns before the first, None
-    for zeros. Returns (b, s, c). The state to carry on is the last w-1 columns of [initial; u].
+    u (..., s, c); weight (..., c, w); bias (..., c); initial (..., w-1, c): the columns before the
+    first. Returns (..., s, c). The state to carry on is the last w-1 columns of [initial; u].
     """
-    b, s, c = u.shape
-    w = weight.size(1)
-    if initial is None:
-        initial = u.new_zeros(b, w - 1, c)
-    columns = torch.cat([initial.to(u.dtype), u], 1)
+    s = u.size(-2)
+    columns = torch.cat([initial.to(u.dtype), u], -2)
     out = bias
-    for i in range(w):
-        out = out + columns[:, i:i + s] * weight[:, i]
+    for i in range(weight.size(-1)):
+        out = out + columns[..., i:i + s, :] * weight[..., None, :, i]
     return F.silu(out).to(u.dtype)
 
 
@@ -249,6 +273,8 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
     """
     if k_cache.size(2) == 0 and q.size(2) == block_len:
         return F.scaled_dot_product_attention(q, k, v)
+    if KERNELS["cached"] == "triton":
+        return _cached_attention_triton(q, k, v, k_cache, v_cache, lengths, block_len)
     lengths = lengths.tolist()
     m, longest = q.size(2), max(lengths)
     block = torch.arange(m, device=q.device) // block_len
@@ -265,6 +291,21 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
         values = values.masked_fill(~held.transpose(2, 3), 0)                  # 0 * garbage is NaN
         keys = keys.masked_fill(~held.transpose(2, 3), 0)
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+
+
+def _cached_attention_triton(q, k, v, k_cache, v_cache, lengths, block_len):
+    """The kernel takes one block at a time. Of several, all but the last are appended to the cache
+    here, which is where they are going anyway."""
+    import kernels
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))                           # (b, m, h, e)
+    outs, rows = [], torch.arange(len(q), device=q.device)[:, None]
+    for i in range(0, q.size(1), block_len):
+        if i:
+            at = lengths[:, None] + torch.arange(i - block_len, i, device=q.device)
+            k_cache[rows, :, at], v_cache[rows, :, at] = k[:, i - block_len:i], v[:, i - block_len:i]
+        own = slice(i, i + block_len)
+        outs.append(kernels.block_attention(q[:, own], k_cache, v_cache, lengths + i, k[:, own], v[:, own]))
+    return (outs[0] if len(outs) == 1 else torch.cat(outs, 1)).transpose(1, 2)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -342,7 +383,13 @@ def select_kernels(setting, device):
     """
     if setting not in ("auto", "torch"):
         raise ValueError(f"kernels is '{setting}'; it is auto or torch")
-    fast = setting == "auto" and torch.device(device).type == "cuda"
-    KERNELS.update(scan="torch", cached="sdpa", two_stream="flex" if fast else "sdpa",
-                   cross_entropy="compiled" if fast else "torch")
-    return "kernels: " + ", ".join(f"{name} {choice}" for name, choice in KERNELS.items())
+    on_gpu = setting == "auto" and torch.device(device).type == "cuda"
+    fast, why = on_gpu, ""
+    if on_gpu:
+        try:
+            import kernels                              # noqa: F401
+        except Exception as error:                      # a broken Triton fails in many ways
+            fast, why = False, f" (no Triton: {type(error).__name__}: {error})"
+    KERNELS.update(scan="triton" if fast else "torch", cached="triton" if fast else "sdpa",
+                   two_stream="flex" if on_gpu else "sdpa", cross_entropy="compiled" if on_gpu else "torch")
+    return "kernels: " + ", ".join(f"{name} {choice}" for name, choice in KERNELS.items()) + why

@@ -266,3 +266,15 @@ def test_a_failed_save_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
             save_checkpoint(path, model, step=2)
         assert load_model(path)[1]["step"] == 1
         assert os.listdir(tmp_path) == ["ckpt.pt"]
+
+
+def test_both_mamba_directions_as_one_mixer_of_double_width_are_the_same_mixer():
+    model = make_model("mamba_h")
+    x0, xt, t = make_batch(model)
+    cache = model.new_cache(3, 32)
+    model.prefill(x0[:, :16], cache)
+    expected = model.denoise(xt[:, 16:24], cache, t[:, 2])
+    for layer in model.layers:
+        if hasattr(layer.mixer, "merge_directions"):
+            layer.mixer.merge_directions()
+    torch.testing.assert_close(model.denoise(xt[:, 16:24], cache, t[:, 2]), expected)

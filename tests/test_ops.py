@@ -115,3 +115,10 @@ def test_tiled_cross_entropy_equals_the_plain_one_with_gradients(chunk_elements)
     for x, y in zip(torch.autograd.grad(2 * a, (hidden, head)), torch.autograd.grad(2 * b, (hidden, head))):
         torch.testing.assert_close(x, y)
     assert not torch.autograd.grad(ops.linear_cross_entropy(hidden, head, target, weight), head)[0][-1].any()
+
+
+def test_rows_may_have_decays_of_their_own():
+    inputs = scan_inputs(24, grad=False)
+    inputs["A"], inputs["D"] = -torch.rand(2, 3).double(), torch.randn(2, 3).double()
+    for a, b in zip(ops.ssd_scan(**inputs, chunk_len=8), ops.ssd_scan_ref(**inputs)):
+        torch.testing.assert_close(a, b)
