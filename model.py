@@ -95,6 +95,11 @@ class Cache:
     def nbytes(self):
         return sum(part.numel() * part.element_size() for state in self.layers for part in state)
 
+    def clear(self):
+        """Forgets everything."""
+        for part in (self.lengths, *(part for state in self.layers for part in state)):
+            part.zero_()
+
     def rows(self, start, stop):
         """A cache of rows start..stop-1 that shares this one's memory."""
         layers = [tuple(part[start:stop] for part in state) for state in self.layers]
@@ -123,7 +128,8 @@ def modulate(x, shift, scale):
 
 
 def gated(h, y, gate):
-    return h + (y if gate is None else gate * y)
+    """h + gate * y in h's dtype."""
+    return (h + (y if gate is None else gate * y)).to(h.dtype)
 
 
 def gated_norm(y, z, weight):
@@ -219,14 +225,18 @@ class Mamba2(nn.Module):
         zeros. Returns y (r, s, d), and the conv and ssm states before every block and at the end:
         (r, k + 1, w-1, c), (r, k + 1, h, p, n) with k = s / block_len, or k = 1.
         """
-        z, xBC = self.in_proj(u).split([self.d_inner, self.d_inner + 2 * self.d_state], -1)
+        inner = self.in_proj.out_features
+        pad = self.in_proj.weight.new_zeros(-(inner + self.heads) % 64, u.size(-1))
+        weight = torch.cat([self.in_proj.weight, self.dt_proj.weight, pad])    # one aligned product
+        z, xBC, dt, _ = F.linear(u, weight).split(
+            [self.d_inner, inner - self.d_inner, self.heads, len(pad)], -1)
         if conv is None:
             conv = xBC.new_zeros(len(u), self.w - 1, xBC.size(-1))
         convs = ops.conv_boundaries(xBC, conv, block_len) if want_states else None
         xBC = ops.causal_conv(xBC, self.conv_weight, self.conv_bias, conv)
         x, B, C = xBC.split([self.d_inner, self.d_state, self.d_state], -1)
         dtype = ops.at_least_fp32(u.dtype)
-        dt = F.softplus(self.dt_proj(u).to(dtype) + self.dt_bias.to(dtype))    # (r, s, h)
+        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))                 # (r, s, h)
         y, ssms = ops.ssd_scan(x.unflatten(-1, (self.heads, -1)), dt, -torch.exp(self.A_log.to(dtype)),
                                B, C, self.D, ssm, block_len, self.chunk_len, want_states)
         return self.out_proj(gated_norm(y.flatten(2), z, self.norm_weight)), convs, ssms
@@ -246,22 +256,22 @@ class BiMamba(nn.Module):
         return y_fwd + self.rev(u.flip(1), want_states=False)[0].flip(1)
 
     @torch.no_grad()
-    def merge_directions(self):
+    def merge_directions(self, dtype):
         """Joins both directions' weights, so that `scan_merged` is one mixer of double width: one
         projection in, one convolution, one scan, one projection out (whose product does the sum)."""
         pair, f = (self.fwd, self.rev), self.fwd
         width = 2 * (f.in_proj.out_features + f.heads)
         rows = [m.in_proj.weight for m in pair] + [m.dt_proj.weight for m in pair]
         rows.append(rows[0].new_zeros(-width % 64, rows[0].size(1)))           # aligned rows
-        dtype = ops.at_least_fp32(f.A_log.dtype)
-        self.merged = dict(
+        merged = dict(
             w_in=torch.cat(rows), w_out=torch.cat([m.out_proj.weight for m in pair], 1),
             conv_weight=torch.stack([m.conv_weight for m in pair])[:, None],   # (2, 1, c, w)
             conv_bias=torch.stack([m.conv_bias for m in pair])[:, None, None],
-            dt_bias=torch.stack([m.dt_bias for m in pair])[:, None, None].to(dtype),
-            A=torch.stack([-torch.exp(m.A_log.to(dtype)) for m in pair]),      # (2, h)
-            D=torch.stack([m.D.to(dtype) for m in pair]),
             norm=torch.stack([m.norm_weight for m in pair])[:, None, None])
+        exact = dict(dt_bias=torch.stack([m.dt_bias for m in pair])[:, None, None],
+                     A=torch.stack([-torch.exp(m.A_log) for m in pair]),       # (2, h)
+                     D=torch.stack([m.D for m in pair]))
+        self.merged = {k: v.to(dtype) for k, v in merged.items()} | exact
 
     def scan_merged(self, u, conv, ssm):
         """`scan_both` with merged weights; u (b, l, d). Direction is a leading axis of two."""
@@ -304,7 +314,17 @@ class BiMamba(nn.Module):
 
     def denoise(self, u, state, lengths, rope):
         """One noisy block u (b, l, d): both directions, nothing written."""
-        return self.scan_merged(u, *state) if self.merged else self.scan_both(u, *state)
+        short = self.merged and u.size(1) <= ops.SCAN_ROW      # the merged scan does not cut rows
+        return self.scan_merged(u, *state) if short else self.scan_both(u, *state)
+
+
+@torch.no_grad()
+def fold_norm(norm, shift, scale):
+    """Makes a LayerNorm include the modulation x * (1 + scale) + shift of what it returns."""
+    if shift is not None:
+        bias = shift if norm.bias is None else norm.bias * (1 + scale) + shift
+        norm.weight.mul_(1 + scale)
+        norm.bias = nn.Parameter(bias.clone())
 
 
 class Layer(nn.Module):
@@ -353,6 +373,31 @@ class Layer(nn.Module):
         mod = self.modulation(c)
         return self.leave(h, self.mixer.denoise(self.enter(h, mod), state, lengths, rope), mod)
 
+    def commit_and_denoise(self, h, c_clean, c_noisy, state, lengths, ropes):
+        """Rows h (2 b, l, d): finished blocks, then the active blocks after them. One pass does
+        `extend` and then `denoise`, and what works position by position reads its weights once."""
+        (b, l), parts = (len(h) // 2, h.size(1)), self.modulation(c_noisy)
+        if c_clean is None and c_noisy is not None:     # no modulation: shift 0, scale 0, gate 1
+            still = [0, 0, 1, 0, 0, 1]
+            parts = [p if p is None else torch.cat([torch.full_like(p, v).expand(b, -1, -1),
+                                                    p.expand(b, -1, -1)]) for p, v in zip(parts, still)]
+        u = self.enter(h, parts)
+        y_clean = self.mixer.extend(u[:b], state, lengths, ropes[0], l)
+        y = self.mixer.denoise(u[b:], state, lengths + l, ropes[1])
+        return self.leave(h, torch.cat([y_clean, y]), parts)
+
+    @torch.no_grad()
+    def fold(self, c):
+        """Folds the modulation by a constant c into the weights; see `prepare_for_inference`."""
+        shift, scale, gate, shift2, scale2, gate2 = (
+            None if p is None else p.flatten() for p in self.modulation(c))
+        fold_norm(self.norm1, shift, scale)
+        fold_norm(self.norm2, shift2, scale2)
+        if gate is not None:
+            self.mixer.out_proj.weight.mul_(gate[:, None])
+            self.mlp[2].weight.mul_(gate2[:, None])
+            self.mlp[2].bias.mul_(gate2)
+
 
 # ----------------------------------------------------------------------------------------------
 # The model
@@ -380,6 +425,7 @@ class BlockDiffusionLM(nn.Module):
         self.adaln = nn.Linear(d, 2 * d)
         self.head = nn.Linear(d, config.vocab_size, bias=False)
         self._rope = None
+        self.folded = False                             # see prepare_for_inference
         self.init_weights()
 
     @torch.no_grad()
@@ -414,11 +460,34 @@ class BlockDiffusionLM(nn.Module):
 
     # -- pieces shared by training and generation --
 
-    def compile_layers(self):
-        """torch.compile of what is dense: one graph per kind of layer, whatever their number."""
+    def compile_layers(self, *methods):
+        """torch.compile of the layers' methods named, two_stream by default: one graph for each kind of
+        layer, whatever their number."""
         for layer in self.layers:
-            layer.two_stream = torch.compile(layer.two_stream, dynamic=False)
+            for name in methods or ("two_stream",):
+                setattr(layer, name, torch.compile(getattr(layer, name), dynamic=False))
         self.final = torch.compile(self.final, dynamic=False)
+
+    @torch.no_grad()
+    def prepare_for_inference(self, dtype):
+        """
+        Exact savings for generation, after which the model can be neither trained nor saved: without
+        timestep conditioning the constant modulation goes into norms and projections; the two Mamba
+        directions become one mixer; weights become dtype, but for A, dt and D. Returns self.
+        """
+        if not self.config.time_conditioning:
+            c = self.condition(None)
+            for layer in self.layers:
+                layer.fold(c)
+            fold_norm(self.norm, *(p.flatten() for p in self.adaln(c).chunk(2, -1)))
+            self.folded = True
+        for layer in self.layers:
+            if isinstance(layer.mixer, BiMamba):
+                layer.mixer.merge_directions(dtype)
+        for name, p in self.named_parameters():
+            if not name.endswith(("A_log", "dt_bias", ".D")):
+                p.data = p.data.to(dtype)
+        return self.eval()
 
     def block_len_for(self, s):
         """The length of a diffusion block in s tokens: a full-sequence model takes them as one."""
@@ -447,6 +516,8 @@ class BlockDiffusionLM(nn.Module):
 
     def condition(self, t):
         """Conditioning of noisy tokens (m, 1, d) from t (m,); of t = 0 where the model takes no t."""
+        if self.folded:
+            return None
         if not self.config.time_conditioning:
             t = torch.zeros(1, device=self.embed.weight.device)
         return F.silu(self.time(t))
@@ -457,6 +528,8 @@ class BlockDiffusionLM(nn.Module):
 
     def final(self, h, c):
         """Last norm and modulation of noisy tokens: hidden states, ready for the head."""
+        if c is None:
+            return self.norm(h)
         return modulate(self.norm(h), *self.adaln(c).chunk(2, -1))
 
     def logits(self, hidden):
@@ -466,13 +539,20 @@ class BlockDiffusionLM(nn.Module):
 
     # -- training: every block at once --
 
+    def residual_dtype(self, device):
+        """The residual stream is kept in autocast's dtype: it is what training reads and stores most."""
+        if torch.is_autocast_enabled(device.type):
+            return torch.get_autocast_dtype(device.type)
+        return self.embed.weight.dtype
+
     def all_block_hidden(self, x0, xt, t):
         """Hidden states (b, s, d) of every noisy block given its clean prefix. x0, xt (b, s);
         t (b, k). The clean stream stops before the last block, which no block can see."""
         b, s = x0.shape
         l = self.block_len_for(s)
-        clean = self.embed(x0[:, :s - l])                                      # (b, s - l, d)
-        noisy = self.embed(xt).view(-1, l, self.config.d_model)                # (b * k, l, d)
+        dtype = self.residual_dtype(x0.device)
+        clean = self.embed(x0[:, :s - l]).to(dtype)                            # (b, s - l, d)
+        noisy = self.embed(xt).view(-1, l, self.config.d_model).to(dtype)      # (b * k, l, d)
         c_clean, c_noisy = self.condition_clean(), self.condition(t.reshape(-1))
         rope, masks = self.rope(s), ops.two_stream_masks(s, l, x0.device)
         for i, layer in enumerate(self.layers):
@@ -571,6 +651,21 @@ class BlockDiffusionLM(nn.Module):
         for layer, state in zip(self.layers, cache.layers):
             h = layer.denoise(h, c, state, cache.lengths, rope)
         return self.final(h, c)
+
+    @torch.no_grad()
+    def commit_and_denoise_hidden(self, x0_block, xt, cache, t):
+        """`commit(x0_block, cache)` and then `denoise_hidden(xt, cache, t)` in one pass. The caller
+        sees to it that the cache has room: nothing here reads its lengths on the host."""
+        l = xt.size(1)
+        h = self.embed(torch.cat([x0_block, xt]))
+        c = self.condition(t)
+        c_clean = None if self.config.time_conditioning else c
+        cos, sin = self.rope_after(cache, 2 * l)
+        ropes = [(cos[:, :, i:i + l], sin[:, :, i:i + l]) for i in (0, l)]
+        for layer, state in zip(self.layers, cache.layers):
+            h = layer.commit_and_denoise(h, c_clean, c, state, cache.lengths, ropes)
+        cache.lengths += l
+        return self.final(h[len(xt):], c)
 
     def denoise(self, xt, cache, t):
         """Logits (b, l, v) of the active block xt (b, l) at noise level t (b,). Reads the cache."""

@@ -113,7 +113,8 @@ def _ssd_scan_triton(x, dt, A, B, C, D, initial_state, block_len, want_states):
     xs, dts, Bs, Cs = (v.unflatten(1, (-1, row)).flatten(0, 1) for v in (x, dt, B, C))
     local = kernels.ssd_row_states(xs, dts, A, Bs).unflatten(0, (b, -1))       # (b, c, h, p, n)
     log_decay = (dt * A).unflatten(1, (-1, row)).sum(2)                        # (b, c, h)
-    states = pass_states(local, log_decay, _initial(initial_state, x, B, torch.float32))
+    with torch.autocast(x.device.type, enabled=False):  # states and their decays stay fp32
+        states = pass_states(local, log_decay, _initial(initial_state, x, B, torch.float32))
     y = kernels.ssd_rows(xs, dts, A, Bs, Cs, D, states[:, :-1].flatten(0, 1))
     every = block_len // row if block_len else states.size(1) - 1
     return y.unflatten(0, (b, -1)).flatten(1, 2), states[:, ::every]

@@ -43,6 +43,8 @@ watch = False                           # show the active block while it is unma
 device = "auto"
 dtype = "auto"                          # auto: bfloat16 on CUDA, float32 elsewhere
 kernels = "auto"                        # auto, or torch to force the plain twins
+compile = True                          # torch.compile the layers; on CUDA only
+engine = "auto"                         # auto, simple, fused or graphs: see generate
 # ---------------------------------------------------------------------------------------------
 
 
@@ -50,7 +52,8 @@ kernels = "auto"                        # auto, or torch to force the plain twin
 class Sampler:
     """
     How masked tokens become text. `generators`: one torch.Generator per row, so that a row's draws
-    do not depend on the rows beside it; they live on the CPU, so they do not depend on the device.
+    do not depend on the rows beside it. Generators on the CPU make draws independent of the device;
+    CUDA graphs need generators on the GPU.
     """
     generators: list
     order: str = "random"
@@ -74,8 +77,9 @@ class Sampler:
         the Gumbel distribution and sharpen samples (arXiv 2409.02908). Rows that are not active get
         0.5 and draw nothing, so that waiting for another row changes nothing."""
         active = [True] * len(self.generators) if active is None else active.tolist()
-        rows = [torch.rand(*shape, generator=g, dtype=torch.float64) if on else
-                torch.full(shape, 0.5, dtype=torch.float64) for g, on in zip(self.generators, active)]
+        rows = [torch.rand(*shape, generator=g, dtype=torch.float64, device=g.device) if on else
+                torch.full(shape, 0.5, dtype=torch.float64, device=g.device)
+                for g, on in zip(self.generators, active)]
         return torch.stack(rows).to(device)
 
     def pick(self, logits, active=None):
@@ -149,6 +153,81 @@ def decode_block(xt, logits_fn, sampler, on_step=None):
     return xt
 
 
+class BlockDecoder:
+    """
+    The fast engine for order=random: every step has fixed shapes, reads the prefix length on the
+    device and never waits for the host, so on a GPU a step is one CUDA graph. Three exact savings:
+    the commit of a finished block is one pass with the first step of the next; the head sees only
+    the p positions that may be revealed; weights are those of `prepare_for_inference`.
+    Draws are those of `decode_block`, in the same order.
+    """
+
+    def __init__(self, model, cache, sampler, block_len, graphs):
+        b, device = len(sampler.generators), model.embed.weight.device
+        self.model, self.cache, self.sampler = model, cache, sampler
+        self.xt = torch.full((b, block_len), sampler.mask_id, device=device)
+        self.finished = self.xt.clone()                 # the block before, to be committed
+        self.order = torch.arange(block_len, device=device).repeat(b, 1)      # positions as revealed
+        self.done = torch.zeros(b, 1, dtype=torch.long, device=device)
+        self.graphs = {}
+        if graphs:
+            self.capture()
+
+    def step(self, commit):
+        """One denoising step, after committing the finished block if `commit`."""
+        sampler, p = self.sampler, self.sampler.tokens_per_step
+        t = (self.xt == sampler.mask_id).double().mean(1).float()
+        if commit:
+            hidden = self.model.commit_and_denoise_hidden(self.finished, self.xt, self.cache, t)
+        else:
+            hidden = self.model.denoise_hidden(self.xt, self.cache, t)
+        at = self.order.gather(1, self.done + torch.arange(p, device=self.xt.device))
+        hidden = hidden.gather(1, at[..., None].expand(-1, -1, hidden.size(-1)))
+        drawn, known = sampler.pick(self.model.logits(hidden)), self.xt.gather(1, at)
+        self.xt.scatter_(1, at, torch.where(known == sampler.mask_id, drawn, known))
+        self.done += p
+
+    def capture(self):
+        """Records both kinds of step as CUDA graphs. The cache must be empty, and is afterwards."""
+        states = [g.get_state() for g in self.sampler.generators]
+        for commit in (False, True) if self.cache.max_len else (False,):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):               # compiles, tunes, fills lazy tables
+                for _ in range(2):
+                    self.clear()
+                    self.step(commit)
+            torch.cuda.current_stream().wait_stream(side)
+            self.clear()
+            graph = torch.cuda.CUDAGraph()
+            for g in self.sampler.generators:
+                graph.register_generator_state(g)
+            with torch.cuda.graph(graph):
+                self.step(commit)
+            self.graphs[commit] = graph
+        self.clear()
+        for g, state in zip(self.sampler.generators, states):
+            g.set_state(state)
+
+    def clear(self):
+        self.done.zero_()
+        self.cache.clear()
+
+    def decode(self, xt, commit, count):
+        """Unmasks xt (b, l), `count` masked tokens in its fullest row. `commit` appends the block
+        decoded before it first. Returns x0 (b, l), a tensor that the next call overwrites."""
+        self.finished.copy_(self.xt)
+        self.xt.copy_(xt)
+        ranks = self.sampler.uniform(xt.size(1), device=xt.device)
+        self.order.copy_(ranks.masked_fill(xt != self.sampler.mask_id, 2).argsort(1))
+        self.done.zero_()
+        steps = -(-count // self.sampler.tokens_per_step)
+        for i in range(steps):
+            now = commit and i == 0
+            self.graphs[now].replay() if self.graphs else self.step(now)
+        return self.xt
+
+
 @dataclasses.dataclass
 class Generation:
     """What `generate` returns: per row the tokens (prompt first), and what it took."""
@@ -159,46 +238,52 @@ class Generation:
 
 
 @torch.no_grad()
-def generate(model, prompts, length, sampler, stop_token=None, on_block=None, on_step=None):
+def generate(model, prompts, length, sampler, stop_token=None, on_block=None, on_step=None, engine="auto"):
     """
     Continues every prompt by `length` tokens.
 
     prompts: list of 1-D int64 tensors, possibly of different lengths; sampler: Sampler with one
     generator per prompt; stop_token: end a row after it. on_block(row, tokens) is called with the
-    new tokens of a row after each block, on_step(xt) after each denoising step. A prompt's last,
-    incomplete block starts out as the known part of the active block. Raises ModelError when the
-    result would not fit the rotary capacity.
+    new tokens of a row after each block, on_step(xt) after each denoising step. engine: "simple",
+    "fused" (BlockDecoder), "graphs" (the same in CUDA graphs), or "auto": graphs on CUDA and simple
+    elsewhere, and simple where the order or ragged rows ask for it. A prompt's last, incomplete block
+    starts out as the known part of the active block. Raises ModelError when the result would not fit
+    the rotary capacity.
     """
     c, device = model.config, model.embed.weight.device
     totals = [len(p) + length for p in prompts]
     l = max(totals) if c.full_sequence else c.block_len
-    if length < 1:
-        raise ModelError(f"length is {length}; ask for at least 1 token")
-    if c.full_sequence and min(totals) != l:
-        raise ModelError("a full-sequence model takes prompts of one length at a time")
-    if max(totals) > c.rope_capacity:
-        raise ModelError(f"prompt and length make {max(totals)} tokens, beyond the rotary capacity of "
-                         f"{c.rope_capacity}; ask for a shorter length")
-    started, passes = time.time(), 0
-    rows = [p.to(device) for p in prompts]
-    starts = [len(p) // l * l for p in prompts]
+    check_request(c, prompts, length)
+    rows, starts = [p.to(device) for p in prompts], [len(p) // l * l for p in prompts]
     n_blocks = max(-(-(total - start) // l) for total, start in zip(totals, starts))
     cache = model.new_cache(len(rows), min(max(starts) + (n_blocks - 1) * l, c.rope_capacity), l)
-    for i, start in enumerate(starts):
-        model.prefill(rows[i][None, :start], cache.rows(i, i + 1))
+    unknown = [l - len(row) + start for row, start in zip(rows, starts)]
+    engine = choose_engine(engine, sampler, l, unknown, device, on_step)
+    decoder = BlockDecoder(model, cache, sampler, l, engine == "graphs") if engine != "simple" else None
     active = torch.full((len(rows), l), c.mask_id, device=device)
     for i, start in enumerate(starts):
+        model.prefill(rows[i][None, :start], cache.rows(i, i + 1))
         active[i, :len(rows[i]) - start] = rows[i][start:]
     rows = [row[:start] for row, start in zip(rows, starts)]
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started, passes, ended = time.time(), 0, [False] * len(rows)
 
     def logits_fn(xt, t):
         nonlocal passes
         passes += 1
         return model.denoise(xt, cache, t)
 
-    ended = [False] * len(rows)
     for block in range(n_blocks):
-        x0 = decode_block(active, logits_fn, sampler, on_step)
+        if decoder:
+            count = max(unknown) if block == 0 else l
+            x0 = decoder.decode(active, block > 0, count)
+            passes += -(-count // sampler.tokens_per_step)
+        else:
+            if block:
+                model.commit(x0, cache)
+                passes += 1
+            x0 = decode_block(active, logits_fn, sampler, on_step)
         for i in range(len(rows)):
             known = max(len(prompts[i]), len(rows[i]))
             rows[i] = torch.cat([rows[i], x0[i]])[:totals[i]]
@@ -210,10 +295,35 @@ def generate(model, prompts, length, sampler, stop_token=None, on_block=None, on
                 on_block(i, rows[i][known:])
         if all(len(row) == total for row, total in zip(rows, totals)):
             break
-        model.commit(x0, cache)
-        passes += 1
         active.fill_(c.mask_id)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     return Generation(rows, passes, time.time() - started, cache.nbytes)
+
+
+def check_request(config, prompts, length):
+    """Raises ModelError before any work for a request that cannot be served."""
+    totals = [len(p) + length for p in prompts]
+    if length < 1:
+        raise ModelError(f"length is {length}; ask for at least 1 token")
+    if config.full_sequence and min(totals) != max(totals):
+        raise ModelError("a full-sequence model takes prompts of one length at a time")
+    if max(totals) > config.rope_capacity:
+        raise ModelError(f"prompt and length make {max(totals)} tokens, beyond the rotary capacity of "
+                         f"{config.rope_capacity}; ask for a shorter length")
+
+
+def choose_engine(wanted, sampler, block_len, unknown, device, on_step):
+    """"auto" -> the fastest engine that serves the request: see `generate`."""
+    fits = (sampler.order == "random" and block_len % sampler.tokens_per_step == 0
+            and min(unknown) == max(unknown) and on_step is None)
+    if wanted in ("fused", "graphs") and not fits:
+        raise ConfigError(f"the {wanted} engine needs order=random, tokens_per_step that divides the block, "
+                          f"prompts of one length, and no watching")
+    if wanted == "auto":
+        on_device = all(g.device.type == "cuda" for g in sampler.generators)
+        return "graphs" if fits and device.type == "cuda" and on_device else "simple"
+    return wanted
 
 
 # ---------------------------------------------------------------------------------------------
@@ -301,22 +411,25 @@ def main():
     from train import pick_device
     dev = pick_device(device)
     model, tokenizer = open_model(dev)
-    if dtype == "bfloat16" or (dtype == "auto" and dev == "cuda"):
-        model = model.to(torch.bfloat16)
+    low = dtype == "bfloat16" or (dtype == "auto" and dev == "cuda")
+    chosen = ops.select_kernels(kernels, dev)
+    model.prepare_for_inference(torch.bfloat16 if low else torch.float32)
+    if compile and dev == "cuda":
+        model.compile_layers("denoise", "commit_and_denoise")
     c = model.config
     tokens = read_prompt(tokenizer)
     block = len(tokens) + length if c.full_sequence else c.block_len
     p = tokens_per_step or max(block // 16, 1)
-    generators = [torch.Generator().manual_seed(seed + i) for i in range(num_samples)]
+    generators = [torch.Generator(dev).manual_seed(seed + i) for i in range(num_samples)]
     sampler = Sampler(generators, order, p, threshold, temperature, top_k, top_p, c.mask_id)
-    print(f"{model.n_params:,} parameters on {dev}, {ops.select_kernels(kernels, dev)}, order {order}, "
+    print(f"{model.n_params:,} parameters on {dev}, {chosen}, order {order}, "
           f"{p} tokens a step, seed {seed}", file=sys.stderr)
     printer = Printer(tokenizer, length * num_samples, c.mask_id)
     print(tokenizer.decode(tokens[tokens != tokenizer.eot_token].tolist()), end="", flush=True)
     try:
         out = generate(model, [tokens] * num_samples, length, sampler,
                        tokenizer.eot_token if stop_at_eot else None,
-                       printer.block, printer.step if watch else None)
+                       printer.block, printer.step if watch else None, engine)
     except KeyboardInterrupt:
         printer.clear()
         print(f"\nstopped after {printer.made} tokens", file=sys.stderr)

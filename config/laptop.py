@@ -1,2 +1,11 @@
 # The default of train.py, spelled out: a BDLM Mamba-H on bytes that two cores train in minutes.
-# 4 sequences x 256 bytes a step: on a CPU many small steps learn more than few large ones.
+# Few sequences a step and many steps: on a CPU that learns more than the reverse.
+vocab_size = 258                # 256 bytes, end-of-text, mask
+seq_len = 256
+block_len = 16
+attn_every = 2                  # attention at layers 0 and 2; Mamba-2 at layer 1
+n_layer = 3
+n_head = 4
+d_model = 96
+d_state = 32
+mamba_head_dim = 64

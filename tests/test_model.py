@@ -268,13 +268,18 @@ def test_a_failed_save_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
         assert os.listdir(tmp_path) == ["ckpt.pt"]
 
 
-def test_both_mamba_directions_as_one_mixer_of_double_width_are_the_same_mixer():
-    model = make_model("mamba_h")
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@both_times
+def test_weights_prepared_for_inference_compute_the_same_function(name, time_conditioning):
+    """Folded modulation and merged Mamba directions, denoising, committing and both at once."""
+    model = make_model(name, time_conditioning=time_conditioning)
     x0, xt, t = make_batch(model)
-    cache = model.new_cache(3, 32)
-    model.prefill(x0[:, :16], cache)
-    expected = model.denoise(xt[:, 16:24], cache, t[:, 2])
-    for layer in model.layers:
-        if hasattr(layer.mixer, "merge_directions"):
-            layer.mixer.merge_directions()
-    torch.testing.assert_close(model.denoise(xt[:, 16:24], cache, t[:, 2]), expected)
+    logits = model.all_block_logits(x0, xt, t)
+    model.prepare_for_inference(torch.float64)
+    l, cache = model.config.block_len, model.new_cache(3, 32)
+    torch.testing.assert_close(model.denoise(xt[:, :l], cache, t[:, 0]), logits[:, :l])
+    for i in range(1, 32 // l):
+        before, block = slice(i * l - l, i * l), slice(i * l, i * l + l)
+        hidden = model.commit_and_denoise_hidden(x0[:, before], xt[:, block], cache, t[:, i])
+        torch.testing.assert_close(model.logits(hidden), logits[:, block])
+        torch.testing.assert_close(model.denoise(xt[:, block], cache, t[:, i]), logits[:, block])

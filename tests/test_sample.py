@@ -32,6 +32,21 @@ def test_cached_generation_equals_generation_without_a_cache_token_for_token(nam
     assert torch.equal(torch.stack(out.tokens), naive)
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("time_conditioning", [False, True])
+@pytest.mark.parametrize("prompt_length, p", [(11, 2), (16, 4), (0, 8)])
+def test_the_fused_engine_equals_generation_without_a_cache_token_for_token(name, time_conditioning, prompt_length, p):
+    """Commit and first step in one pass, the head on p positions, folded and merged weights."""
+    model = make_model(name, torch.float32, time_conditioning=time_conditioning)
+    prompts = torch.stack(prompts_of(prompt_length, prompt_length))
+    length = 32 - prompt_length if model.config.full_sequence else 21
+    sampler = make_sampler(model, 2, tokens_per_step=p)
+    naive = model.generate_naive(prompts, length, lambda xt, logits_fn: decode_block(xt, logits_fn, sampler))
+    model.prepare_for_inference(torch.float32)
+    out = generate(model, list(prompts), length, make_sampler(model, 2, tokens_per_step=p), engine="fused")
+    assert torch.equal(torch.stack(out.tokens), naive)
+
+
 @pytest.mark.parametrize("name", BLOCK_MODELS)
 def test_rows_with_prompts_of_different_lengths_come_out_as_they_would_alone(name):
     model = make_model(name)
