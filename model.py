@@ -291,7 +291,7 @@ class BiMamba(nn.Module):
         ssm = torch.cat([ssm, torch.zeros_like(ssm)])
         A, D = (v[:, None].expand(2, b, h).reshape(2 * b, h) for v in (w["A"], w["D"]))
         y = ops.ssd_scan(x.unflatten(-1, (h, -1)), dt, A, B, C, D, ssm, want_states=False,
-                         chunk_len=f.chunk_len)[0].view(2, b, l, di)
+                         chunk_len=f.chunk_len)[0].reshape(2, b, l, di)
         y = gated_norm(y, z, w["norm"])
         return F.linear(torch.cat([y[0], y[1].flip(1)], -1), w["w_out"])
 
@@ -484,7 +484,8 @@ class BlockDiffusionLM(nn.Module):
         for layer in self.layers:
             if isinstance(layer.mixer, BiMamba):
                 layer.mixer.merge_directions(dtype)
-        for name, p in self.named_parameters():
+        self.head.weight = nn.Parameter(F.pad(self.head.weight, (0, 0, 0, -self.config.vocab_size % 64)))
+        for name, p in self.named_parameters():         # (an aligned head is read faster)
             if not name.endswith(("A_log", "dt_bias", ".D")):
                 p.data = p.data.to(dtype)
         return self.eval()
@@ -534,7 +535,7 @@ class BlockDiffusionLM(nn.Module):
 
     def logits(self, hidden):
         """(..., d) -> (..., v) in fp32. Substitution: the mask token's logit is minus infinity."""
-        out = F.linear(hidden, self.head.weight[:-1])
+        out = F.linear(hidden, self.head.weight)[..., :self.config.mask_id]
         return F.pad(out.to(ops.at_least_fp32(out.dtype)), (0, 1), value=float("-inf"))
 
     # -- training: every block at once --

@@ -326,15 +326,15 @@ def linear_cross_entropy(hidden, head, target, weight, chunk_elements=2 ** 27):
     return _LinearCrossEntropy.apply(hidden, head, target, weight, chunk_elements)
 
 
-def _cross_entropy_tile(logits, target, weight):
-    """Cross-entropy (m,) and the gradient of weight * cross-entropy in the logits (m, v - 1); the
-    statistics are fp32 or better, the gradient is in the logits' dtype."""
-    x = logits.to(at_least_fp32(logits.dtype))
+def _cross_entropy_tile(logits, target, weight, n_classes):
+    """Cross-entropy (m,) over the first n_classes logits, and the gradient of weight * cross-entropy
+    in all of them; the statistics are fp32 or better, the gradient is in the logits' dtype."""
+    column = torch.arange(logits.size(1), device=logits.device)
+    x = logits.to(at_least_fp32(logits.dtype)).masked_fill(column >= n_classes, float("-inf"))
     lse = x.logsumexp(-1)
     ce = lse - x.gather(1, target[:, None])[:, 0]
-    hit = torch.arange(x.size(1), device=x.device) == target[:, None]
-    d_logits = (torch.exp(x - lse[:, None]) - hit.to(x.dtype)) * weight[:, None]
-    return ce, d_logits.to(logits.dtype)
+    hit = (column == target[:, None]).to(x.dtype)
+    return ce, ((torch.exp(x - lse[:, None]) - hit) * weight[:, None]).to(logits.dtype)
 
 
 @functools.lru_cache(maxsize=1)
@@ -348,23 +348,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda")
     def forward(ctx, hidden, head, target, weight, chunk_elements):
-        ctx.head_dtype, head = head.dtype, head.to(hidden.dtype)
+        v, ctx.head_dtype, dtype = len(head), head.dtype, at_least_fp32(hidden.dtype)
         fast = KERNELS["cross_entropy"] == "compiled" and hidden.is_cuda
         tile_loss = _compiled_cross_entropy_tile() if fast else _cross_entropy_tile
-        dtype = at_least_fp32(hidden.dtype)
+        # An odd number of columns would send all three products to slow, unaligned kernels.
+        head = F.pad(head.to(hidden.dtype), (0, 0, 0, -v % 64)) if hidden.is_cuda else head
         loss = hidden.new_zeros((), dtype=dtype)
         wanted = any(ctx.needs_input_grad[:2])
         d_hidden = torch.zeros_like(hidden) if wanted else None
         d_head = torch.zeros_like(head, dtype=dtype) if wanted else None
-        tile = max(1, chunk_elements // head.size(0))
+        tile = max(1, chunk_elements // v)
         for i in range(0, hidden.size(0), tile):
             h, y, w = hidden[i:i + tile], target[i:i + tile], weight[i:i + tile]
-            ce, d_logits = tile_loss(h @ head[:-1].T, y, w)
+            ce, d_logits = tile_loss(h @ head.T, y, w, v - 1)
             loss += (w * ce).sum()
             if wanted:
-                d_hidden[i:i + tile] = d_logits @ head[:-1]
-                d_head[:-1] += d_logits.T @ h
-        ctx.save_for_backward(d_hidden, d_head)
+                d_hidden[i:i + tile] = d_logits @ head
+                d_head += d_logits.T @ h
+        ctx.save_for_backward(d_hidden, d_head[:v] if wanted else None)
         return loss
 
     @staticmethod

@@ -412,7 +412,7 @@ def main():
     dev = pick_device(device)
     model, tokenizer = open_model(dev)
     low = dtype == "bfloat16" or (dtype == "auto" and dev == "cuda")
-    chosen = ops.select_kernels(kernels, dev)
+    chosen, n_params = ops.select_kernels(kernels, dev), model.n_params
     model.prepare_for_inference(torch.bfloat16 if low else torch.float32)
     if compile and dev == "cuda":
         model.compile_layers("denoise", "commit_and_denoise")
@@ -422,7 +422,7 @@ def main():
     p = tokens_per_step or max(block // 16, 1)
     generators = [torch.Generator(dev).manual_seed(seed + i) for i in range(num_samples)]
     sampler = Sampler(generators, order, p, threshold, temperature, top_k, top_p, c.mask_id)
-    print(f"{model.n_params:,} parameters on {dev}, {chosen}, order {order}, "
+    print(f"{n_params:,} parameters on {dev}, {chosen}, order {order}, "
           f"{p} tokens a step, seed {seed}", file=sys.stderr)
     printer = Printer(tokenizer, length * num_samples, c.mask_id)
     print(tokenizer.decode(tokens[tokens != tokenizer.eot_token].tolist()), end="", flush=True)
