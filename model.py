@@ -207,8 +207,8 @@ class Mamba2(nn.Module):
         d, di, n = config.d_model, config.d_inner, config.d_state
         self.heads, self.d_inner, self.d_state = di // config.mamba_head_dim, di, n
         self.chunk_len, self.w = config.chunk_len, config.conv_width
-        # dt has its own projection: with it the width of z, x, B, C stays a multiple of 8, which
-        # tensor cores and 16-byte loads want.
+        # dt has a weight of its own, so that z, x, B and C are slices at multiples of 8, which tensor
+        # cores and 16-byte loads want.
         self.in_proj = nn.Linear(d, 2 * di + 2 * n, bias=False)
         self.dt_proj = nn.Linear(d, self.heads, bias=False)
         self.conv_weight = nn.Parameter(torch.empty(di + 2 * n, config.conv_width))
@@ -218,6 +218,13 @@ class Mamba2(nn.Module):
         self.D = nn.Parameter(torch.empty(self.heads))
         self.norm_weight = nn.Parameter(torch.ones(di))
         self.out_proj = nn.Linear(di, d, bias=False)
+        self.joined = None                              # see prepare_for_inference
+
+    def join_projections(self):
+        """The weights of z, x, B, C and dt, and rows of zeros: one product of aligned width."""
+        width = self.in_proj.out_features + self.heads
+        pad = self.in_proj.weight.new_zeros(-width % 64, self.in_proj.in_features)
+        return torch.cat([self.in_proj.weight, self.dt_proj.weight, pad])
 
     def forward(self, u, conv=None, ssm=None, block_len=None, want_states=True):
         """
@@ -225,11 +232,10 @@ class Mamba2(nn.Module):
         zeros. Returns y (r, s, d), and the conv and ssm states before every block and at the end:
         (r, k + 1, w-1, c), (r, k + 1, h, p, n) with k = s / block_len, or k = 1.
         """
-        inner = self.in_proj.out_features
-        pad = self.in_proj.weight.new_zeros(-(inner + self.heads) % 64, u.size(-1))
-        weight = torch.cat([self.in_proj.weight, self.dt_proj.weight, pad])    # one aligned product
+        inner, weight = self.in_proj.out_features, self.joined
+        weight = self.join_projections() if weight is None else weight
         z, xBC, dt, _ = F.linear(u, weight).split(
-            [self.d_inner, inner - self.d_inner, self.heads, len(pad)], -1)
+            [self.d_inner, inner - self.d_inner, self.heads, -(inner + self.heads) % 64], -1)
         if conv is None:
             conv = xBC.new_zeros(len(u), self.w - 1, xBC.size(-1))
         convs = ops.conv_boundaries(xBC, conv, block_len) if want_states else None
@@ -272,6 +278,7 @@ class BiMamba(nn.Module):
                      A=torch.stack([-torch.exp(m.A_log) for m in pair]),       # (2, h)
                      D=torch.stack([m.D for m in pair]))
         self.merged = {k: v.to(dtype) for k, v in merged.items()} | exact
+        f.joined = f.join_projections().to(dtype)
 
     def scan_merged(self, u, conv, ssm):
         """`scan_both` with merged weights; u (b, l, d). Direction is a leading axis of two."""

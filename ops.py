@@ -110,6 +110,10 @@ def _ssd_scan_triton(x, dt, A, B, C, D, initial_state, block_len, want_states):
     A, D = A.float(), D.float()
     if row == s and not want_states:
         return kernels.ssd_rows(x, dt, A, B, C, D, initial_state), None
+    if row == s and not torch.is_grad_enabled():        # one row: the kernel's own last state is final
+        start = _initial(initial_state, x, B, torch.float32)
+        y, final = kernels.ssd_rows(x, dt, A, B, C, D, start, return_final=True)
+        return y, torch.stack([start, final], 1)
     xs, dts, Bs, Cs = (v.unflatten(1, (-1, row)).flatten(0, 1) for v in (x, dt, B, C))
     local = kernels.ssd_row_states(xs, dts, A, Bs).unflatten(0, (b, -1))       # (b, c, h, p, n)
     log_decay = (dt * A).unflatten(1, (-1, row)).sum(2)                        # (b, c, h)
