@@ -21,7 +21,7 @@ import torch
 import ops
 from configurator import ConfigError, configure
 from model import BlockDiffusionLM, ModelError, config_from_file
-from sample import BlockDecoder, Sampler
+from sample import BlockDecoder, Sampler, prepare_for_inference
 from train import Parallel, ShardedAdamW, train_flops
 
 # ---------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def bench_sample(parallel):
         with torch.device(dev):
             model = BlockDiffusionLM(config)
         torch.nn.init.normal_(model.head.weight, std=0.02)
-        model.prepare_for_inference(torch.bfloat16 if dev.type == "cuda" else torch.float32)
+        prepare_for_inference(model, torch.bfloat16 if dev.type == "cuda" else torch.float32)
         if compile and dev.type == "cuda":
             model.compile_layers("denoise", "commit_and_denoise")
         measure_rows = full_sequence_rows if config.full_sequence else block_rows
@@ -313,5 +313,5 @@ if __name__ == "__main__":
             raise ConfigError("say what to measure: train or sample")
         configure(globals())
         main(what)
-    except (ConfigError, ModelError) as error:
+    except (ConfigError, ModelError, ops.KernelError) as error:
         sys.exit(f"bench.py: {error}")

@@ -75,8 +75,7 @@ PAPER = {
 }
 
 
-# ---------------------------------------------------------------------------------------------
-# Small pieces
+# -- small pieces -----------------------------------------------------------------------------
 
 def ratio(numerator, denominator):
     """Sum over sum of two arrays (n,), and its standard error over the n (nan if there is one)."""
@@ -88,13 +87,17 @@ def ratio(numerator, denominator):
 
 def gather(parallel, array):
     """The sum over ranks of arrays that are zero where another rank did the work. Collective."""
-    return np.array(parallel.sum(array.ravel().tolist())).reshape(array.shape)
+    array = np.array(parallel.sum(array.ravel().tolist())).reshape(array.shape)
+    if not np.isfinite(array).all():
+        raise ModelError("the likelihoods are not finite: this checkpoint's training failed; use "
+                         "an earlier one")
+    return array
 
 
 def progress(parallel, what, total, unit):
     """A bar with ETA on the first rank's stderr."""
     return need("tqdm").tqdm(desc=what, total=total, unit=unit, file=sys.stderr, leave=False,
-                             unit_scale=total > 9999, disable=parallel.rank > 0)
+                             unit_scale=True, disable=parallel.rank > 0)
 
 
 def masked_cross_entropy(model, hidden, target, tile_elements=2 ** 25):
@@ -114,8 +117,7 @@ def masked_cross_entropy(model, hidden, target, tile_elements=2 ** 25):
     return torch.cat(nll), torch.cat(hit)
 
 
-# ---------------------------------------------------------------------------------------------
-# Perplexity
+# -- perplexity -------------------------------------------------------------------------------
 
 def draw_noise(model, x0, generators, j=0, n=1):
     """
@@ -166,24 +168,21 @@ def nelbo_counts(model, x, parallel, autocast, seed, mc, stratified=False, batch
 def nelbo_figures(counts, tokens, n_bytes):
     """
     counts (n, mc, 3) as above, tokens and n_bytes (n,) of the sequences -> a dict. `nelbo_se` holds
-    text and noise; `nelbo_se_noise`, known from mc = 2 on, is the part that another seed would change (with
-    stratified noise a bound on it, as the strata differ).
+    text and noise. `nelbo_se_noise`, known from mc = 2 on, is what another seed would change; with
+    stratified noise it is a bound, as the strata differ.
     """
     nats, masked, hits = counts.mean(1).T
     nelbo, se = ratio(nats, tokens)
     acc, acc_se = ratio(hits, masked)
-    mc, noise = counts.shape[1], math.nan
-    if mc > 1:
-        noise = math.sqrt((counts[..., 0].var(1, ddof=1) / mc).sum()) / tokens.sum()
-    if not math.isfinite(nelbo):
-        raise ModelError(f"the NELBO is {nelbo}: this checkpoint's training went wrong, use an "
-                         f"earlier one")
+    n, mc, _ = counts.shape
+    noise = counts[..., 0].var(1, ddof=1).sum() / mc if mc > 1 else math.nan
     ppl = math.exp(min(nelbo, 700))
-    return dict(nelbo=nelbo, nelbo_se=se, nelbo_se_noise=noise, ppl=ppl, ppl_se=ppl * se,
+    return dict(nelbo=nelbo, nelbo_se=se, nelbo_se_noise=math.sqrt(noise) / tokens.sum(),
+                ppl=ppl, ppl_se=ppl * se, acc=100 * acc, acc_se=100 * acc_se,
                 bpb=bits_per_byte(nelbo, tokens.sum(), n_bytes.sum()),
-                bpb_se=ratio(nats, n_bytes)[1] / math.log(2), acc=100 * acc, acc_se=100 * acc_se,
-                sequences=len(tokens), tokens=int(tokens.sum()), bytes=int(n_bytes.sum()),
-                bytes_per_token=n_bytes.sum() / tokens.sum(), samples=mc)
+                bpb_se=ratio(nats, n_bytes)[1] / math.log(2), sequences=n, samples=mc,
+                tokens=int(tokens.sum()), bytes=int(n_bytes.sum()),
+                bytes_per_token=n_bytes.sum() / tokens.sum())
 
 
 def evaluate_text(model, tokenizer, folder, parallel, autocast):
@@ -201,8 +200,8 @@ def evaluate_text(model, tokenizer, folder, parallel, autocast):
                 seconds=seconds, tok_per_s=x.numel() * mc / seconds)
 
 
-# ---------------------------------------------------------------------------------------------
-# Answers. A question is (context, answers): tokens, and for each choice its (context, answer).
+# -- answers ----------------------------------------------------------------------------------
+# A question is (context, answers): tokens, and for each choice its (context, answer).
 
 @dataclasses.dataclass
 class Part:
@@ -211,8 +210,7 @@ class Part:
     prefix: tuple                       # clean tokens before the block: whole blocks
     tokens: list                        # of the block, up to the answer's end; after it come masks
     first: int                          # the first of them that belongs to the answer
-    at: int                             # its place in the answer
-    number: int                         # 0 for the block in which the answer starts, 1, ...
+    at: int                             # its place in the answer, another for every block
 
 
 def answer_parts(config, owner, context, answer):
@@ -220,22 +218,20 @@ def answer_parts(config, owner, context, answer):
     n, whole = len(context), [*context, *answer]
     l = len(whole) if config.full_sequence else config.block_len
     return [Part(owner, tuple(whole[:start]), whole[start:start + l], max(n - start, 0),
-                 max(start - n, 0), number)
-            for number, start in enumerate(range(n // l * l, len(whole), l))]
+                 max(start - n, 0)) for start in range(n // l * l, len(whole), l)]
 
 
 def maskings(part, noise):
     """
-    Which tokens of a part are masked and scored, and the weight of their sum: [(offsets, weight)].
-    noise None (pll): each answer token alone. Otherwise noise (mc, 2, m) uniform, for answers of at
-    most m tokens: sample j masks each answer token with probability t, weighted 1/t; t is drawn for
-    every block and stratified over the samples.
+    [(offsets that are masked and scored, weight of their sum)]. noise None (pll): each answer token
+    alone. Else noise (mc, 2, m) uniform, for answers of at most m tokens: sample j masks an answer
+    token with probability t, weighted 1/t; t is drawn per block, stratified over the samples.
     """
     offsets = range(part.first, len(part.tokens))
     if noise is None:
         return [([i], 1.0) for i in offsets]
     mc = len(noise)
-    levels = 1e-3 + (1 - 1e-3) * (np.arange(mc) + noise[:, 0, part.number]) / mc
+    levels = 1e-3 + (1 - 1e-3) * (np.arange(mc) + noise[:, 0, part.at]) / mc
     drawn = noise[:, 1, part.at:part.at + len(offsets)] < levels[:, None]
     return [([part.first + i for i in row.nonzero()[0]], 1 / (t * mc))
             for row, t in zip(drawn, levels) if row.any()]
@@ -249,12 +245,11 @@ def score_rows(model, cache, rows, length, nll):
     with timestep conditioning is told the block's masked fraction, as in sampling.
     """
     mask_id, dev = model.config.mask_id, cache.lengths.device
-    xt = np.full((len(rows), length), mask_id)
-    for i, (_, part, offsets, _) in enumerate(rows):
+    xt, hits = np.full((len(rows), length), mask_id), []
+    for i, (_, part, offsets, weight) in enumerate(rows):
         xt[i, :len(part.tokens)] = part.tokens
         xt[i, offsets] = mask_id
-    hits = [(i, j, part.tokens[j], part.owner, weight)
-            for i, (_, part, offsets, weight) in enumerate(rows) for j in offsets]
+        hits += [(i, j, part.tokens[j], part.owner, weight) for j in offsets]
     row, at, target, owners, weights = zip(*hits)
     index = torch.tensor([r[0] for r in rows], device=dev)
     mine = dataclasses.replace(cache, lengths=cache.lengths[index], layers=[
@@ -286,7 +281,7 @@ def score_answers(model, questions, parallel, rule, seed, mc, budget, what="answ
                 at_a_time = max(1, budget // (prefix_len + length))
                 for cache, rows in prefilled(model, prefixes, prefix_len, length, at_a_time):
                     score_rows(model, cache, rows, length, nll)
-                    bar.update(len(rows) * len(some) / total)
+                    bar.update(min(len(rows) * len(some) / total, len(mine) - bar.n))
     return gather(parallel, nll)
 
 
@@ -319,83 +314,79 @@ def prefilled(model, prefixes, prefix_len, length, at_a_time):
             yield cache, rows[j:j + at_a_time]
 
 
-# ---------------------------------------------------------------------------------------------
-# Question sets
+# -- question sets ----------------------------------------------------------------------------
 
 def check_question(row):
-    """Raises ValueError with what is wrong with one line of a prepared question set."""
+    """(contexts, choices, gold) of a row of a prepared question set. Raises ValueError."""
     try:
-        contexts = row.get("contexts") or [row["context"]] * len(row["choices"])
-        texts = [*contexts, *row["choices"]]
-        good = len(contexts) == len(row["choices"]) > 1 and all(isinstance(s, str) for s in texts)
+        choices, gold = row["choices"], row.get("gold")
+        contexts = row.get("contexts") or [row["context"]] * len(choices)
+        if len(contexts) != len(choices) or len(choices) < 2 or "" in map(str.strip, choices):
+            raise TypeError
+        "".join(contexts)                               # they are text
     except (KeyError, TypeError, AttributeError):
-        good = False
-    if not good:
-        raise ValueError("not a prepared question: run python data.py mcqa")
-    if type(row.get("gold")) is not int or not 0 <= row["gold"] < len(contexts):
-        raise ValueError(f"no gold answer: give it as \"gold\", 0 to {len(contexts) - 1}")
-    return dict(contexts=contexts, choices=row["choices"], gold=row["gold"])
+        raise ValueError("not a prepared question with two answers or more: run python data.py "
+                         "mcqa") from None
+    if type(gold) is not int or not 0 <= gold < len(choices):
+        raise ValueError(f"no gold answer: give it as \"gold\", 0 to {len(choices) - 1}")
+    return contexts, choices, gold
 
 
-def load_questions(path, tokenizer, max_len, limit=0):
+def encode_choices(tokenizer, contexts, choices, max_len):
     """
-    The questions of a prepared <task>.jsonl, with `pairs` and `cut` by encode_question. Raises
-    DataError that names the line of a bad one.
-    """
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            if line.strip() and not 0 < limit <= len(rows):
-                rows.append(check_question(json.loads(line)))
-                rows[-1].update(encode_question(tokenizer, rows[-1], max_len))
-        except json.JSONDecodeError:
-            raise DataError(f"{path}:{number}: not JSON; mend or remove the line") from None
-        except ValueError as error:
-            raise DataError(f"{path}:{number}: {error}") from None
-    if not rows:
-        raise DataError(f"{path} holds no questions: run python data.py mcqa again")
-    return rows
-
-
-def encode_question(tokenizer, row, max_len):
-    """
-    {"pairs": [(context, answer), one per choice], "cut": tokens}. Context and choice are encoded as
-    one string, which is split where the context alone ends; a context's trailing spaces belong to
-    the choice. Contexts are cut on the left, all alike, so that the longest choice fits max_len.
+    ([(context, answer), one per choice], tokens cut). Context and choice are encoded as one string,
+    which is split where the context alone ends; a context's trailing spaces belong to the choice.
+    Contexts are cut on the left, all alike, so that the longest choice fits max_len.
     """
     pairs = []
-    for context, choice in zip(row["contexts"], row["choices"]):
+    for context, choice in zip(contexts, choices):
         n = len(tokenizer.encode_ordinary(context.rstrip(" ")))
         whole = tokenizer.encode_ordinary(context + choice)
-        if not choice.strip() or len(whole) <= n:
-            raise ValueError("an answer with no tokens: mend or remove the row")
+        if len(whole) <= n:
+            raise ValueError(f"the answer {choice!r} has no tokens: mend or remove the row")
         pairs.append((whole[:n], whole[n:]))
     room = max(0, max_len - max(len(answer) for _, answer in pairs))
     cut = max(0, max(len(context) for context, _ in pairs) - room)
-    return dict(pairs=[(context[cut:], answer) for context, answer in pairs], cut=cut)
+    return [(context[cut:], answer) for context, answer in pairs], cut
+
+
+def load_questions(path, tokenizer, max_len, limit=0):
+    """The questions of a prepared <task>.jsonl. Raises DataError with the line of a bad one."""
+    questions = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        try:
+            if line.strip() and not 0 < limit <= len(questions):
+                contexts, choices, gold = check_question(json.loads(line))
+                pairs, cut = encode_choices(tokenizer, contexts, choices, max_len)
+                questions.append(dict(pairs=pairs, cut=cut, choices=choices, gold=gold))
+        except ValueError as error:                     # JSON's too
+            raise DataError(f"{path}:{number}: {error}") from None
+    if not questions:
+        raise DataError(f"{path} holds no questions: run python data.py mcqa again")
+    return questions
 
 
 def credit(scores, gold):
-    """Scores (n, c), -inf where a question has fewer choices, gold (n,) -> (n,): 1 if the best score
-    is the gold one's, 1/m if it is one of m equally good ones."""
+    """Scores (n, c), -inf for choices that a question lacks, gold (n,) -> (n,): 1 if the gold score
+    is the best, 1/m if it is one of m equally good ones."""
     best = scores == scores.max(1, keepdims=True)
     return best[np.arange(len(gold)), gold] / best.sum(1)
 
 
-def task_figures(rows, nll):
+def task_figures(questions, nll, normalise=True):
     """
     A task's figures from nll (n, c), in percent, with standard errors over questions. acc_norm
-    divides by the choice's characters. Baselines: chance; majority, always the same choice;
-    uniform, a model to which all tokens are equally likely, so that the fewest tokens win.
+    divides by a choice's characters if `normalise`. Baselines: chance; majority, always the same
+    choice; uniform, a model to which all tokens are equally likely: the fewest tokens win.
     """
-    gold, n = np.array([row["gold"] for row in rows]), len(rows)
-    exists = np.arange(nll.shape[1]) < np.array([[len(row["choices"])] for row in rows])
-    chars, tokens = np.ones_like(nll), np.zeros_like(nll)
-    for i, row in enumerate(rows):
-        count = len(row["choices"])
-        chars[i, :count] = [max(1, len(choice.removeprefix(" "))) for choice in row["choices"]]
-        tokens[i, :count] = [len(answer) for _, answer in row["pairs"]]
-    figures = dict(questions=n, tokens=int(tokens.sum()), cut=sum(row["cut"] > 0 for row in rows))
+    gold, n = np.array([q["gold"] for q in questions]), len(questions)
+    exists, chars, tokens = np.zeros_like(nll, dtype=bool), np.ones_like(nll), np.zeros_like(nll)
+    for i, q in enumerate(questions):
+        count = len(q["choices"])
+        exists[i, :count], tokens[i, :count] = True, [len(answer) for _, answer in q["pairs"]]
+        if normalise:
+            chars[i, :count] = [len(choice.removeprefix(" ")) for choice in q["choices"]]
+    figures = dict(questions=n, tokens=int(tokens.sum()), cut=sum(q["cut"] > 0 for q in questions))
     for name, cost in (("acc", nll), ("acc_norm", nll / chars), ("uniform", tokens)):
         right = credit(np.where(exists, -cost, -np.inf), gold)
         figures[name], figures[f"{name}_se"] = (100 * x for x in ratio(right, np.ones(n)))
@@ -410,11 +401,9 @@ def task_paths(folder, wanted):
         if name not in TASKS:
             raise DataError(f"{name} is no task: the files of {folder} and --tasks are named "
                             f"after {', '.join(TASKS)}")
-        if name not in found:
-            raise DataError(f"{folder} has no {name}.jsonl: run python data.py mcqa --out {folder} "
-                            f"--tasks {name}")
-    if not found:
-        raise DataError(f"{folder} holds no question sets: run python data.py mcqa --out {folder}")
+    missing = [name for name in wanted or found or ["question set"] if name not in found]
+    if missing:
+        raise DataError(f"{folder} holds no {missing[0]}: run python data.py mcqa --out {folder}")
     return {name: found[name] for name in TASKS if name in (wanted or found)}
 
 
@@ -422,28 +411,30 @@ def evaluate_questions(model, tokenizer, parallel):
     """Every task of the folder `mcqa`, and the macro-average: {task: figures}."""
     results, budget = {}, batch_size * model.config.seq_len
     for name, path in task_paths(mcqa, tasks).items():
-        rows, started = load_questions(path, tokenizer, model.config.seq_len, limit), time.time()
-        pairs = [row["pairs"] for row in rows]
-        nll = score_answers(model, pairs, parallel, score, seed, mc, budget, name)
-        if not np.isfinite(nll).all():
-            raise ModelError("a score is not finite: this checkpoint's training went wrong, use an "
-                             "earlier one")
-        seconds, r = time.time() - started, task_figures(rows, nll)
-        results[name] = dict(r, seconds=seconds, tok_per_s=r["tokens"] / seconds, sha256=sha256(path))
-    macro = {key: float(np.mean([r[key] for r in results.values()]))
-             for key in ("acc", "acc_norm", "chance", "majority", "uniform")}
-    for key in ("acc_se", "acc_norm_se"):
-        macro[key] = math.sqrt(sum(r[key] ** 2 for r in results.values())) / len(results)
-    return dict(results, macro=dict(macro, questions=sum(r["questions"] for r in results.values())))
+        started = time.time()
+        questions = load_questions(path, tokenizer, model.config.seq_len, limit)
+        nll = score_answers(model, [q["pairs"] for q in questions], parallel, score, seed, mc,
+                            budget, name)
+        # As in lm-evaluation-harness, yes and no, and one shared suffix, are not normalised.
+        r = task_figures(questions, nll, name not in ("boolq", "winogrande"))
+        seconds = time.time() - started
+        r.update(sha256=sha256(path), seconds=seconds, tok_per_s=r["tokens"] / seconds)
+        results[name] = r
+    of = lambda key: np.array([r[key] for r in results.values()])
+    macro = dict(questions=int(of("questions").sum()))
+    for key in ("acc", "acc_norm", "uniform"):
+        macro[f"{key}_se"] = float(np.sqrt(np.square(of(f"{key}_se")).sum()) / len(results))
+    for key in ("acc", "acc_norm", "chance", "majority", "uniform"):
+        macro[key] = float(of(key).mean())
+    return dict(results, macro=macro)
 
 
-# ---------------------------------------------------------------------------------------------
-# Generated text
+# -- generated text ---------------------------------------------------------------------------
 
 def text_figures(tokens):
     """
-    One text, a list of tokens -> dict: entropy of its unigrams in nats; distinct_n, the share of its
-    n-grams that are different ones; repetition, the share of tokens among the 16 before them.
+    One text, a list of tokens -> dict: entropy of its unigrams in nats; distinct_n, the share of
+    different ones among its n-grams; repetition, the share of tokens among the 16 before them.
     """
     frequency = np.unique(tokens, return_counts=True)[1] / len(tokens)
     figures = dict(entropy=float(-(frequency * np.log(frequency)).sum()))
@@ -479,7 +470,14 @@ def evaluate_generation(model, tokenizer, folder, parallel, half):
     """
     windows = TokenData(folder, "val", tokenizer.name).sequences(prompt_len + length, generate)
     prompts, real = windows[:, :prompt_len], windows[:, prompt_len:].tolist()
-    other, started, results = open_judge(tokenizer, parallel.device, half), time.time(), {}
+    other = None
+    if judge:
+        other, theirs, _ = open_checkpoint(judge, parallel.device)
+        other = other.to(torch.bfloat16) if half else other
+        if theirs.name != tokenizer.name:
+            raise ConfigError(f"the judge reads {theirs.name} tokens and the model writes "
+                              f"{tokenizer.name} tokens; choose a judge with the same tokenizer")
+    results, started = {}, time.time()
     made = continuations(model, prompts, parallel).tolist()
     seconds = time.time() - started
     for name, texts in dict(generated=made, validation=real).items():
@@ -497,19 +495,7 @@ def evaluate_generation(model, tokenizer, folder, parallel, half):
     return results
 
 
-def open_judge(tokenizer, dev, half):
-    """The model that --judge names, or None."""
-    if not judge:
-        return None
-    model, theirs, _ = open_checkpoint(judge, dev)
-    if theirs.name != tokenizer.name:
-        raise ConfigError(f"the judge reads {theirs.name} tokens and the model writes "
-                          f"{tokenizer.name} tokens; choose a judge with the same tokenizer")
-    return model.to(torch.bfloat16) if half else model
-
-
-# ---------------------------------------------------------------------------------------------
-# The script
+# -- the script -------------------------------------------------------------------------------
 
 def paper_name(model):
     """The name of the config that the model has the shape of, or just its kind."""
@@ -529,9 +515,9 @@ def open_checkpoint(path, dev):
     if name is None or get_tokenizer(name).n_vocab != model.config.vocab_size:
         raise ModelError(f"{path} has {model.config.vocab_size} token ids, not those of its "
                          f"tokenizer, {name}; use a checkpoint made by train.py")
-    known = dict(checkpoint=path, model=paper_name(model), parameters=model.n_params, tokenizer=name,
-                 step=record.get("step"), lr=settings.get("learning_rate"), data=settings.get("data"))
-    return model, get_tokenizer(name), known
+    return model, get_tokenizer(name), dict(
+        checkpoint=path, model=paper_name(model), parameters=model.n_params, tokenizer=name,
+        step=record.get("step"), lr=settings.get("learning_rate"), data=settings.get("data"))
 
 
 def evaluate(path, parallel, half):
@@ -540,10 +526,11 @@ def evaluate(path, parallel, half):
         return torch.autocast(parallel.device.type, torch.bfloat16, enabled=half)
     model, tokenizer, result = open_checkpoint(path, parallel.device)
     folders = data or [result["data"] or "data/stdlib"]
-    say = print if parallel.rank == 0 else lambda *args: None
-    result.update(sha256=sha256(result["checkpoint"]) if parallel.rank == 0 else "", text={})
-    say(f"\n{result['checkpoint']}: {result['model']}, {model.n_params:,} parameters, step "
-        f"{result['step']}, {tokenizer.name} tokens, sha256 {result['sha256'][:12]}")
+    result["text"] = {}
+    if parallel.rank == 0:
+        result["sha256"] = sha256(result["checkpoint"])
+        print(f"\n{result['checkpoint']}: {result['model']}, {model.n_params:,} parameters, step "
+              f"{result['step']}, {tokenizer.name} tokens, sha256 {result['sha256'][:12]}")
     for folder in folders if data or not mcqa else []:
         result["text"][folder] = evaluate_text(model, tokenizer, folder, parallel, autocast)
     # The cache has the dtype of the weights, so what goes through it runs with weights in bf16, as
@@ -554,49 +541,44 @@ def evaluate(path, parallel, half):
     if generate:
         result["generate"] = evaluate_generation(model, tokenizer, folders[0], parallel, half)
     if parallel.rank == 0:
-        print_result(result)
+        show("text", result["text"], "ppl:2 bpb:4 acc:2 nelbo:4 nelbo_se_noise:4 bytes_per_token:3 "
+             "documents tokens tok_per_s:0")
+        show("task", result.get("mcqa", {}), "acc:2 acc_norm:2 chance:2 majority:2 uniform:2 "
+             "questions tokens cut tok_per_s:0")
+        show("generation", result.get("generate", {}), "texts entropy:3 distinct_1:3 distinct_2:3 "
+             "distinct_3:3 repetition:3 nelbo:3 tok_per_s:0")
     return result
 
 
-def pm(figures, key, digits=2):
-    """A figure and its standard error, as text."""
-    value, se = figures[key], figures.get(f"{key}_se", math.nan)
-    return f"{value:.{digits}f}" + (f" +- {se:.{digits}f}" if se == se else "")
+def cell(figures, key, digits="2"):
+    """A figure, with its standard error where it has one, as text; None if it is not there."""
+    value, se = figures.get(key), figures.get(f"{key}_se", math.nan)
+    if value is None or isinstance(value, int):
+        return value and f"{value:,}"
+    return f"{value:,.{digits}f}" + (f" +- {se:.{digits}f}" if se == se else "")
+
+
+def show(what, results, columns):
+    """Prints {name: figures} as a table. columns: "key:digits ..."; those without a figure are left
+    out. +- is one standard error over sequences, questions or texts."""
+    table = {key: [cell(r, key, digits) for r in results.values()]
+             for key, _, digits in (column.partition(":") for column in columns.split())}
+    table = {what: list(results)} | {key: cells for key, cells in table.items() if any(cells)}
+    print_table(list(table), zip(*table.values()))
 
 
 def print_table(header, rows):
     """Prints rows of text under a header: the first column to the left, the others to the right."""
-    rows = [["-" if cell is None else str(cell) for cell in row] for row in [header, *rows]]
+    rows = [["-" if text is None else str(text) for text in row] for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        first, *cells = (cell.rjust(width) for cell, width in zip(row, widths))
-        print("  ".join([first.strip().ljust(widths[0]), *cells]))
-
-
-def print_result(result):
-    """One checkpoint's tables; +- is one standard error over sequences, questions or texts."""
-    rows = [[name, pm(r, "ppl"), pm(r, "bpb", 4), pm(r, "acc"), pm(r, "nelbo", 4),
-             f"{r['nelbo_se_noise']:.4f}", f"{r['bytes_per_token']:.3f}", f"{r['documents']:,}",
-             f"{r['tokens']:,}", f"{r['tok_per_s']:,.0f}"] for name, r in result["text"].items()]
-    if rows:
-        print_table(["text", "PPL", "BPB", "masked acc, %", "nats/token", "of it noise",
-                     "bytes/token", "documents", "tokens", "tokens/s"], rows)
-    keys = ["acc", "acc_norm", "chance", "majority", "uniform"]
-    rows = [[name, *(pm(r, key) for key in keys), f"{r['questions']:,}", r.get("cut"),
-             f"{r['tok_per_s']:,.0f}" if "tok_per_s" in r else None]
-            for name, r in result.get("mcqa", {}).items()]
-    if rows:
-        print_table(["task, %", *keys, "questions", "contexts cut", "answer tokens/s"], rows)
-    both = result.get("generate", {})
-    if both:
-        keys = [key for key in both["validation"] if f"{key}_se" in both["validation"]]
-        print_table(["text", "texts", *keys],
-                    [[name, r["texts"], *(pm(r, key, 3) for key in keys)] for name, r in both.items()])
+    for first, *others in rows if len(rows) > 1 else []:
+        others = [text.rjust(width) for text, width in zip(others, widths[1:])]
+        print("  ".join([first.ljust(widths[0]), *others]))
 
 
 def print_paper_table(results):
     """Several checkpoints in the layout of tab:validation-87m-full, the paper's figures beside."""
-    places, folders = dict(c4=0, paloma=3), list(results[0]["text"])
+    folders = list(dict.fromkeys(name for r in results for name in r["text"]))
     header, rows = ["model", "LR", "paper"], []
     for name in folders:
         header += [f"{Path(name).name} PPL", "paper", "BPB", "paper", "acc", "paper"]
@@ -604,10 +586,11 @@ def print_paper_table(results):
         lr, *theirs = PAPER.get(r["model"], [None] * 8)
         rows.append([r["model"], r["lr"], lr])
         for name in folders:
-            at = places.get(Path(name).name)
+            at = dict(c4=0, paloma=3).get(Path(name).name)
             for i, key in enumerate(("ppl", "bpb", "acc")):
-                rows[-1] += [pm(r["text"][name], key), None if at is None else theirs[at + i]]
-        rows[-1] += [pm(r["mcqa"]["macro"], "acc"), theirs[6]] if mcqa else []
+                rows[-1] += [cell(r["text"].get(name, {}), key)]
+                rows[-1] += [None if at is None else theirs[at + i]]
+        rows[-1] += [cell(r["mcqa"]["macro"], "acc"), theirs[6]] if mcqa else []
     print("\nbeside the paper's best model of each kind")
     print_table(header + ["MCQA", "paper"] * bool(mcqa), rows)
 
@@ -617,9 +600,9 @@ def check_settings():
     for name in ("sequences", "mc", "batch_size", "prompt_len", "length"):
         if globals()[name] < 1:
             raise ConfigError(f"{name} is {globals()[name]}; it is at least 1")
-    if score not in ("pll", "nelbo") or dtype not in ("auto", "float32", "bfloat16"):
-        raise ConfigError(f"score is pll or nelbo, not '{score}', and dtype is auto, float32 or "
-                          f"bfloat16, not '{dtype}'")
+    for name, choices in (("score", ("pll", "nelbo")), ("dtype", ("auto", "float32", "bfloat16"))):
+        if globals()[name] not in choices:
+            raise ConfigError(f"{name} is '{globals()[name]}'; it is one of {', '.join(choices)}")
     if not checkpoint:
         raise ConfigError("there is nothing to evaluate; name a file with --checkpoint=PATH")
 
@@ -654,5 +637,5 @@ if __name__ == "__main__":
     try:
         configure(globals())
         main()
-    except (ConfigError, DataError, ModelError) as error:
+    except (ConfigError, DataError, ModelError, ops.KernelError) as error:
         sys.exit(f"eval.py: {error}")

@@ -218,7 +218,7 @@ class Mamba2(nn.Module):
         self.D = nn.Parameter(torch.empty(self.heads))
         self.norm_weight = nn.Parameter(torch.ones(di))
         self.out_proj = nn.Linear(di, d, bias=False)
-        self.joined = None                              # see prepare_for_inference
+        self.joined = None                              # see sample.prepare_for_inference
 
     def join_projections(self):
         """The weights of z, x, B, C and dt, and rows of zeros: one product of aligned width."""
@@ -254,53 +254,12 @@ class BiMamba(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.fwd, self.rev = Mamba2(config), Mamba2(config)
-        self.merged = None                              # see merge_directions
+        self.merged = None                              # see sample.prepare_for_inference
 
     def scan_both(self, u, conv=None, ssm=None):
         """Eq. partial-reverse: forward from the boundary state, reverse inside the block alone."""
         y_fwd = self.fwd(u, conv, ssm, want_states=False)[0]
         return y_fwd + self.rev(u.flip(1), want_states=False)[0].flip(1)
-
-    @torch.no_grad()
-    def merge_directions(self, dtype):
-        """Joins both directions' weights, so that `scan_merged` is one mixer of double width: one
-        projection in, one convolution, one scan, one projection out (whose product does the sum)."""
-        pair, f = (self.fwd, self.rev), self.fwd
-        width = 2 * (f.in_proj.out_features + f.heads)
-        rows = [m.in_proj.weight for m in pair] + [m.dt_proj.weight for m in pair]
-        rows.append(rows[0].new_zeros(-width % 64, rows[0].size(1)))           # aligned rows
-        merged = dict(
-            w_in=torch.cat(rows), w_out=torch.cat([m.out_proj.weight for m in pair], 1),
-            conv_weight=torch.stack([m.conv_weight for m in pair])[:, None],   # (2, 1, c, w)
-            conv_bias=torch.stack([m.conv_bias for m in pair])[:, None, None],
-            norm=torch.stack([m.norm_weight for m in pair])[:, None, None])
-        exact = dict(dt_bias=torch.stack([m.dt_bias for m in pair])[:, None, None],
-                     A=torch.stack([-torch.exp(m.A_log) for m in pair]),       # (2, h)
-                     D=torch.stack([m.D for m in pair]))
-        self.merged = {k: v.to(dtype) for k, v in merged.items()} | exact
-        f.joined = f.join_projections().to(dtype)
-
-    def scan_merged(self, u, conv, ssm):
-        """`scan_both` with merged weights; u (b, l, d). Direction is a leading axis of two."""
-        w, f, (b, l, _) = self.merged, self.fwd, u.shape
-        h, di, n, inner = f.heads, f.d_inner, f.d_state, f.in_proj.out_features
-        proj = F.linear(u, w["w_in"])
-
-        def directions(x):                              # (b, l, 2 m) -> (2, b, l, m), reverse flipped
-            fwd, rev = x.chunk(2, -1)
-            return torch.stack([fwd, rev.flip(1)])
-        zxBC, dt = directions(proj[..., :2 * inner]), directions(proj[..., 2 * inner:2 * (inner + h)])
-        z, xBC = zxBC.split([di, inner - di], -1)
-        start = torch.stack([conv, torch.zeros_like(conv)]).to(u.dtype)
-        xBC = ops.causal_conv(xBC, w["conv_weight"], w["conv_bias"], start)
-        x, B, C = xBC.flatten(0, 1).split([di, n, n], -1)
-        dt = F.softplus(dt.to(w["dt_bias"].dtype) + w["dt_bias"]).flatten(0, 1)
-        ssm = torch.cat([ssm, torch.zeros_like(ssm)])
-        A, D = (v[:, None].expand(2, b, h).reshape(2 * b, h) for v in (w["A"], w["D"]))
-        y = ops.ssd_scan(x.unflatten(-1, (h, -1)), dt, A, B, C, D, ssm, want_states=False,
-                         chunk_len=f.chunk_len)[0].reshape(2, b, l, di)
-        y = gated_norm(y, z, w["norm"])
-        return F.linear(torch.cat([y[0], y[1].flip(1)], -1), w["w_out"])
 
     def two_stream(self, clean, noisy, rope, masks, need_clean):
         """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes. One clean scan gives every
@@ -322,16 +281,7 @@ class BiMamba(nn.Module):
     def denoise(self, u, state, lengths, rope):
         """One noisy block u (b, l, d): both directions, nothing written."""
         short = self.merged and u.size(1) <= ops.SCAN_ROW      # the merged scan does not cut rows
-        return self.scan_merged(u, *state) if short else self.scan_both(u, *state)
-
-
-@torch.no_grad()
-def fold_norm(norm, shift, scale):
-    """Makes a LayerNorm include the modulation x * (1 + scale) + shift of what it returns."""
-    if shift is not None:
-        bias = shift if norm.bias is None else norm.bias * (1 + scale) + shift
-        norm.weight.mul_(1 + scale)
-        norm.bias = nn.Parameter(bias.clone())
+        return self.merged(u, *state) if short else self.scan_both(u, *state)
 
 
 class Layer(nn.Module):
@@ -393,18 +343,6 @@ class Layer(nn.Module):
         y = self.mixer.denoise(u[b:], state, lengths + l, ropes[1])
         return self.leave(h, torch.cat([y_clean, y]), parts)
 
-    @torch.no_grad()
-    def fold(self, c):
-        """Folds the modulation by a constant c into the weights; see `prepare_for_inference`."""
-        shift, scale, gate, shift2, scale2, gate2 = (
-            None if p is None else p.flatten() for p in self.modulation(c))
-        fold_norm(self.norm1, shift, scale)
-        fold_norm(self.norm2, shift2, scale2)
-        if gate is not None:
-            self.mixer.out_proj.weight.mul_(gate[:, None])
-            self.mlp[2].weight.mul_(gate2[:, None])
-            self.mlp[2].bias.mul_(gate2)
-
 
 # ----------------------------------------------------------------------------------------------
 # The model
@@ -432,7 +370,7 @@ class BlockDiffusionLM(nn.Module):
         self.adaln = nn.Linear(d, 2 * d)
         self.head = nn.Linear(d, config.vocab_size, bias=False)
         self._rope = None
-        self.folded = False                             # see prepare_for_inference
+        self.folded = False                             # see sample.prepare_for_inference
         self.init_weights()
 
     @torch.no_grad()
@@ -474,28 +412,6 @@ class BlockDiffusionLM(nn.Module):
             for name in methods or ("two_stream",):
                 setattr(layer, name, torch.compile(getattr(layer, name), dynamic=False))
         self.final = torch.compile(self.final, dynamic=False)
-
-    @torch.no_grad()
-    def prepare_for_inference(self, dtype):
-        """
-        Exact savings for generation, after which the model can be neither trained nor saved: without
-        timestep conditioning the constant modulation goes into norms and projections; the two Mamba
-        directions become one mixer; weights become dtype, but for A, dt and D. Returns self.
-        """
-        if not self.config.time_conditioning:
-            c = self.condition(None)
-            for layer in self.layers:
-                layer.fold(c)
-            fold_norm(self.norm, *(p.flatten() for p in self.adaln(c).chunk(2, -1)))
-            self.folded = True
-        for layer in self.layers:
-            if isinstance(layer.mixer, BiMamba):
-                layer.mixer.merge_directions(dtype)
-        self.head.weight = nn.Parameter(F.pad(self.head.weight, (0, 0, 0, -self.config.vocab_size % 64)))
-        for name, p in self.named_parameters():         # (an aligned head is read faster)
-            if not name.endswith(("A_log", "dt_bias", ".D")):
-                p.data = p.data.to(dtype)
-        return self.eval()
 
     def block_len_for(self, s):
         """The length of a diffusion block in s tokens: a full-sequence model takes them as one."""

@@ -382,13 +382,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
 # ----------------------------------------------------------------------------------------------
 # Dispatch: which implementation of each operation runs
 
+class KernelError(ValueError):
+    """A choice of kernels that does not exist; the message says which do."""
+
+
 def select_kernels(setting, device):
     """
     Chooses the implementations for a device and returns one line that names them. setting: "auto", or
     "torch" to force the plain twins. The choice holds for the process.
     """
     if setting not in ("auto", "torch"):
-        raise ValueError(f"kernels is '{setting}'; it is auto or torch")
+        raise KernelError(f"kernels is '{setting}'; it is auto or torch")
     on_gpu = setting == "auto" and torch.device(device).type == "cuda"
     fast, why = on_gpu, ""
     if on_gpu:

@@ -505,5 +505,5 @@ if __name__ == "__main__":
     try:
         configure(globals())
         main()
-    except (ConfigError, DataError, ModelError) as error:
+    except (ConfigError, DataError, ModelError, ops.KernelError) as error:
         sys.exit(f"train.py: {error}")

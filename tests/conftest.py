@@ -2,6 +2,9 @@
 import os
 import sys
 
+# Idle OpenMP threads sleep: spinning, they take the cores from whatever else the machine runs.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 

@@ -10,6 +10,7 @@ import torch
 import model as model_module
 from conftest import ARCHITECTURES, BLOCK_MODELS, make_batch, make_model
 from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file, load_model, save_checkpoint
+from sample import prepare_for_inference
 
 ROOT = os.path.join(os.path.dirname(__file__), "..")
 PARAMETERS = {
@@ -275,7 +276,7 @@ def test_weights_prepared_for_inference_compute_the_same_function(name, time_con
     model = make_model(name, time_conditioning=time_conditioning)
     x0, xt, t = make_batch(model)
     logits = model.all_block_logits(x0, xt, t)
-    model.prepare_for_inference(torch.float64)
+    prepare_for_inference(model, torch.float64)
     l, cache = model.config.block_len, model.new_cache(3, 32)
     torch.testing.assert_close(model.denoise(xt[:, :l], cache, t[:, 0]), logits[:, :l])
     for i in range(1, 32 // l):

@@ -5,7 +5,7 @@ import torch
 from conftest import ARCHITECTURES, BLOCK_MODELS, make_model
 from model import ModelError
 from configurator import ConfigError
-from sample import Sampler, cut, decode_block, generate
+from sample import Sampler, cut, decode_block, generate, prepare_for_inference
 
 ORDERS = ["random", "confidence", "threshold", "first_hitting"]
 
@@ -42,7 +42,7 @@ def test_the_fused_engine_equals_generation_without_a_cache_token_for_token(name
     length = 32 - prompt_length if model.config.full_sequence else 21
     sampler = make_sampler(model, 2, tokens_per_step=p)
     naive = model.generate_naive(prompts, length, lambda xt, logits_fn: decode_block(xt, logits_fn, sampler))
-    model.prepare_for_inference(torch.float32)
+    prepare_for_inference(model, torch.float32)
     out = generate(model, list(prompts), length, make_sampler(model, 2, tokens_per_step=p), engine="fused")
     assert torch.equal(torch.stack(out.tokens), naive)
 
