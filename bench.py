@@ -2,17 +2,17 @@
 The paper's throughput tables and figure, re-measured (tab:training-throughput-8k,
 tab:inference-throughput), and each heavy operation beside a library and beside its own limit.
 
-    python bench.py train            # 350M, 8192 tokens; also torchrun --nproc_per_node=8 bench.py train
-    python bench.py sample           # 700M, batch 1, p = 16; some rows: --lengths=[1024,65536]
-    python bench.py ops              # some operations: --only=['scan']
-    python bench.py plot FILE...     # figures in assets/ from what --out=FILE wrote
+    python bench.py train         # 350M, 8192 tokens; or torchrun --nproc_per_node=8 bench.py train
+    python bench.py sample        # 700M, batch 1, p = 16; some rows: --lengths=[1024,65536]
+    python bench.py ops           # some operations: --only=['scan']
+    python bench.py plot FILE...  # figures in assets/ from what --out=FILE wrote
 
-Compilation, graph capture and warm-up are reported apart from the measurement; every run prints the
-hardware, the versions and the kernels chosen, and ends in one JSON line. On a CPU: the same, small.
+Compilation, capture and warm-up are reported apart from the measurement; every run prints hardware,
+versions and the kernels chosen, and ends in one JSON line. On a CPU: the same, small.
 """
 import contextlib
 import copy
-import datetime
+import functools
 import json
 import os
 import platform
@@ -29,11 +29,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import ops
 from configurator import ConfigError, configure
 from model import BlockDiffusionLM, ModelError, config_from_file
-from sample import BlockDecoder, Sampler
+from sample import BlockDecoder, Sampler, prepare_for_inference
 from train import Parallel, ShardedAdamW, train_flops
 
-# ---------------------------------------------------------------------------------------------
-# Settings
+# -- settings --
 only = []                               # config files or operations, e.g. ['mamba_h_350m']; []: all
 lengths = []                            # of the sampling ladder; []: the paper's
 whole = [1024, 32768]                   # block models: lengths that are generated from start to end
@@ -48,17 +47,19 @@ device = "auto"
 kernels = "auto"                        # auto, or torch to force the plain twins
 compile = True
 dist_timeout = 300
-# ---------------------------------------------------------------------------------------------
 
-FOUR = ["attention", "diffumamba_h", "bdlm_attention", "mamba_h"]
-PAPER_TRAIN = dict(zip(FOUR, [229_957, 223_825, 151_976, 166_849]))    # 8 x A100, tokens/s
-LADDER = [256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 200_000, 262_144]
-PAPER_SAMPLE = {kind: dict(zip(LADDER, speeds)) for kind, speeds in {  # 1 x A100, tokens/s
-    "attention": [1035, 915, 1421, 1062, 761, 351, 122, 36],
-    "diffumamba_h": [470, 541, 498, 461, 387, 429, 240, 101, 35],
-    "bdlm_attention": [1935, 1887, 1955, 1927, 1728, 1663, 1331, 508, 263, 142, 91, 74],
-    "mamba_h": [1146, 1167, 1082, 1158, 1019, 1281, 1234, 941, 694, 450, 364, 278]}.items()}
-PREFIXES = [0, 1024, 4096, 16384, 65536, 131072]        # where a block is timed; and at the longest
+# -- measuring --
+MODELS = {                              # name and colour in every figure
+    "attention": ("full-sequence attention", "#7f7f7f"),
+    "diffumamba_h": ("full-sequence DiffuMamba-H", "#e08214"),
+    "bdlm_attention": ("BDLM attention", "#2c7fb8"), "mamba_h": ("BDLM Mamba-H", "#b2182b")}
+PAPER_TRAIN = dict(zip(MODELS, [229_957, 223_825, 151_976, 166_849]))  # 8 x A100, tokens/s
+LADDER = {2 ** i: f"{2 ** i // 1000}K" if i > 9 else str(2 ** i) for i in range(8, 18)}
+LADDER |= {200_000: "", 262_144: "262K"}                # lengths, and their names on an axis
+PAPER_SAMPLE = {kind: dict(zip(LADDER, speeds)) for kind, speeds in zip(MODELS, [  # 1 x A100
+    [1035, 915, 1421, 1062, 761, 351, 122, 36], [470, 541, 498, 461, 387, 429, 240, 101, 35],
+    [1935, 1887, 1955, 1927, 1728, 1663, 1331, 508, 263, 142, 91, 74],
+    [1146, 1167, 1082, 1158, 1019, 1281, 1234, 941, 694, 450, 364, 278]])}
 
 
 def synchronize(dev):
@@ -67,8 +68,8 @@ def synchronize(dev):
 
 
 def measure(step, dev):
-    """Median seconds of `iterations` calls after `warmup` calls, their spread ((max - min) / median),
-    and the seconds of the first call, which compiles."""
+    """Median seconds of `iterations` calls after `warmup`, their spread (max - min) / median, and
+    seconds of the first call, which compiles."""
     times = []
     for _ in range(1 + warmup + iterations):
         synchronize(dev)
@@ -82,10 +83,10 @@ def measure(step, dev):
 
 
 def measured_ceilings(dev):
-    """What "limit" means here: TFLOP/s of a product of two square matrices of random numbers (bf16 on
-    a GPU), and TB/s, read and written, of a copy."""
-    n, size, dtype = (8192, 2 ** 30, torch.bfloat16) if dev.type == "cuda" else (1024, 2 ** 24, None)
-    a, b = torch.randn(2, n, n, device=dev).to(dtype or torch.float32)
+    """What "limit" means here: TFLOP/s of a product of two square matrices of random numbers (bf16
+    on a GPU), and TB/s, read and written, of a copy."""
+    n, size = (8192, 2 ** 28) if dev.type == "cuda" else (512, 2 ** 22)
+    a, b = torch.randn(2, n, n, device=dev).to(fast_dtype(dev))
     source, target = torch.zeros(2, size, device=dev)
 
     def rate(work, f):
@@ -116,11 +117,8 @@ def hardware(dev):
     return record
 
 
-def release(dev):
-    """Frees what the last row compiled and held."""
-    torch.compiler.reset()
-    if dev.type == "cuda":
-        torch.cuda.empty_cache()
+def fast_dtype(dev):
+    return torch.bfloat16 if dev.type == "cuda" else torch.float32
 
 
 def named_config(name):
@@ -128,26 +126,47 @@ def named_config(name):
     return config_from_file(os.path.join(folder, "config", f"{name}.py"))
 
 
-# ---------------------------------------------------------------------------------------------
-# train
+def release(dev):
+    """Frees what the last row compiled and held."""
+    torch.compiler.reset()
+    if dev.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def run_all(parallel, names, make_rows, describe):
+    """Runs make_rows(name, ceilings), a generator of rows, for each name and prints each row. What
+    does not fit in memory is a row that says so, and the run goes on."""
+    dev, ceilings = parallel.device, measured_ceilings(parallel.device)
+    rows, say = [], print if parallel.rank == 0 else (lambda *_, **__: None)
+    for name in names:
+        torch.manual_seed(0)
+        release(dev)
+        try:
+            for row in make_rows(name, ceilings):
+                rows.append(row)
+                say(describe(row), flush=True)
+        except torch.OutOfMemoryError:
+            rows.append(dict(name=name, config=name, error="does not fit in memory"))
+            say(f"{name:<22} does not fit in memory", flush=True)
+    return dict(**ceilings, rows=rows)
+
+
+def models(size, dev):
+    """Config files to run: the setting, or all four of a size; on a CPU the laptop's."""
+    return only or ([f"{kind}_{size}" for kind in MODELS] if dev.type == "cuda" else ["laptop"])
+
+
+# -- train --
 
 def bench_train(parallel):
     """Training throughput at 350M: synthetic batches, forward, backward, optimizer."""
-    dev, rows, ceilings = parallel.device, [], measured_ceilings(parallel.device)
-    models = [f"{kind}_350m" for kind in FOUR] if dev.type == "cuda" else ["laptop"]
-    for name in only or models:
+    def make_rows(name, ceilings):
         config = named_config(name)
         if seq_len:
             config.block_len = seq_len if config.full_sequence else config.block_len
             config.seq_len = seq_len
-        try:
-            rows.append(train_row(name, config, parallel, 1e12 * ceilings["matmul_tflops"]))
-        except torch.OutOfMemoryError:
-            rows.append(dict(config=name, gpus=parallel.world, error="does not fit in memory"))
-        release(dev)
-        if parallel.rank == 0:
-            print(format_train(rows[-1]), flush=True)
-    return dict(**ceilings, rows=rows)
+        yield train_row(name, config, parallel, 1e12 * ceilings["matmul_tflops"])
+    return run_all(parallel, models("350m", parallel.device), make_rows, format_train)
 
 
 def update(optimizer):
@@ -158,7 +177,6 @@ def update(optimizer):
 
 def train_row(name, config, parallel, ceiling):
     dev = parallel.device
-    torch.manual_seed(0)
     if dev.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     model = BlockDiffusionLM(config).to(dev)
@@ -185,8 +203,6 @@ def train_row(name, config, parallel, ceiling):
 
 
 def format_train(r):
-    if "error" in r:
-        return f"{r['config']:<22} {r['error']}"
     paper = PAPER_TRAIN.get(r["config"].removesuffix("_350m"), 0) / 8
     beside = f"{r['tok_per_s'] / r['gpus'] / paper:.2f}x the paper's A100" if paper else ""
     return (f"{r['config']:<22}{r['tok_per_s']:>10,.0f} tok/s {r['ms']:>8.1f} ms "
@@ -194,37 +210,27 @@ def format_train(r):
             f"{r['peak_gib']:>6.1f} GiB  compile {r['compile_s']:.0f} s   {beside}")
 
 
-# ---------------------------------------------------------------------------------------------
-# sample
+# -- sample --
 
 @torch.no_grad()
 def bench_sample(parallel):
-    """Generation throughput at 700M, random weights, batch 1, p tokens a step: the paper's protocol."""
-    dev, rows, ceilings = parallel.device, [], measured_ceilings(parallel.device)
-    on_gpu = dev.type == "cuda"
-    for name in only or ([f"{kind}_700m" for kind in reversed(FOUR)] if on_gpu else ["laptop"]):
+    """Generation at 700M, random weights, batch 1, p tokens a step: the paper's protocol."""
+    dev, on_gpu = parallel.device, parallel.device.type == "cuda"
+
+    def make_rows(name, ceilings):
         config = named_config(name)
-        most = 65536 if config.full_sequence else config.rope_capacity
-        ladder = [n for n in lengths or (LADDER if on_gpu else LADDER[:3]) if n <= most]
-        torch.manual_seed(0)
+        most = (65536 if config.full_sequence else config.rope_capacity) if on_gpu else 1024
         with torch.device(dev):
             model = BlockDiffusionLM(config)
         torch.nn.init.normal_(model.head.weight, std=0.02)
-        model.prepare_for_inference(torch.bfloat16 if on_gpu else torch.float32)
+        prepare_for_inference(model, fast_dtype(dev))
         if compile and on_gpu:
             model.compile_layers("denoise", "commit_and_denoise")
-        try:
-            for row in (full_sequence_rows if config.full_sequence else block_rows)(model, dev, ladder):
-                paper = PAPER_SAMPLE.get(name.removesuffix("_700m"), {}).get(row["length"])
-                rows.append(dict(config=name, **row, paper=paper))
-                add_limit(rows[-1], model, ceilings)
-                print(format_sample(rows[-1]), flush=True)
-        except torch.OutOfMemoryError:                  # the cache of a block model
-            rows.append(dict(config=name, length=max(ladder), error="does not fit in memory"))
-            print(format_sample(rows[-1]), flush=True)
-        del model
-        release(dev)
-    return dict(**ceilings, rows=rows)
+        rows = full_sequence_rows if config.full_sequence else block_rows
+        for row in rows(model, dev, lengths or [n for n in LADDER if n <= most]):
+            paper = PAPER_SAMPLE.get(name.removesuffix("_700m"), {}).get(row["length"])
+            yield dict(config=name, **row, **limit_of_step(row, model, ceilings), paper=paper)
+    return run_all(parallel, models("700m", dev)[::-1], make_rows, format_sample)
 
 
 def new_sampler(dev, mask_id):
@@ -235,8 +241,8 @@ def new_sampler(dev, mask_id):
 def block_rows(model, dev, ladder):
     """
     Rows of a block model. The time of one block (commit of the last one included) is measured at
-    several prefix lengths; a generation of L tokens is the sum over its blocks, interpolated between
-    them. `whole` lengths are generated from an empty prefix to the end instead.
+    several prefix lengths; a generation is the sum over its blocks, interpolated between them.
+    `whole` lengths are generated from an empty prefix to the end instead.
     """
     c = model.config
     l = c.block_len
@@ -250,7 +256,8 @@ def block_rows(model, dev, ladder):
         for part in state:
             part.normal_()
     masks = torch.full((1, l), c.mask_id, device=dev)
-    at, seconds, spread = sorted({capacity, *(p for p in PREFIXES if p < capacity)}), [], []
+    usual, seconds, spread = (0, 1024, 4096, 16384, 65536, 131072), [], []
+    at = sorted({capacity, *(prefix for prefix in usual if prefix < capacity)})
     for prefix in at:
         def block():
             cache.lengths.fill_(max(prefix - l, 0))     # the commit brings it to prefix
@@ -285,14 +292,12 @@ def interpolate(x, at, values):
 
 
 def full_sequence_rows(model, dev, ladder):
-    """Rows of a full-sequence model: L / p steps over the window of L tokens, each the same work, so a
-    generation is that number times the step measured."""
-    c = model.config
+    """Rows of a full-sequence model: L / p steps over a window of L tokens, each the same work."""
     for length in ladder:
         row = dict(length=length, how="step x L / p")
         try:
-            started = time.perf_counter()
-            cache, sampler = model.new_cache(1, 0, length), new_sampler(dev, c.mask_id)
+            started, mask_id = time.perf_counter(), model.config.mask_id
+            cache, sampler = model.new_cache(1, 0, length), new_sampler(dev, mask_id)
             decoder = BlockDecoder(model, cache, sampler, length, dev.type == "cuda")
             synchronize(dev)
             row["capture_s"] = time.perf_counter() - started
@@ -310,10 +315,10 @@ def full_sequence_rows(model, dev, ladder):
 
 def step_work(c, l, prefix, p, width):
     """
-    (FLOPs, bytes) of one denoising step of l tokens after a prefix, at `width` bytes a value: products
-    with every weight, attention's area, the scan's chunked products, the head on p tokens; weights
-    and cache read once, activations not counted. A block model commits a block every l / p steps, in
-    the same pass: that share of a clean pass (one Mamba direction of two) is in the FLOPs.
+    (FLOPs, bytes) of one denoising step of l tokens after a prefix, at `width` bytes a value:
+    products with every weight, attention's area, the scan's chunked products, the head on p tokens;
+    weights and cache read once, activations not counted. A block model commits a block every l / p
+    steps, in the same pass: that share of a clean pass (one Mamba direction) is in the FLOPs.
     """
     d, n, di, chunk = c.d_model, c.d_state, c.d_inner, min(c.chunk_len, l)
     commit = 0 if c.full_sequence else p / l
@@ -331,67 +336,62 @@ def step_work(c, l, prefix, p, width):
     return flops, width * values
 
 
-def add_limit(row, model, ceilings):
+def limit_of_step(row, model, ceilings):
     """Milliseconds of a step, averaged over the row's generation, and its limit at the mean prefix:
     both grow linearly with the prefix."""
-    if "error" not in row:
-        c, width = model.config, model.head.weight.element_size()
-        l, prefix = (row["length"], 0) if c.full_sequence else (c.block_len, row["length"] / 2)
-        limit = limit_ms(*step_work(c, l, prefix, tokens_per_step, width), ceilings)
-        ms = 1000 * tokens_per_step / row["tok_per_s"]
-        row.update(ms_per_step=ms, limit_ms=limit, of_limit=limit / ms)
+    if "error" in row:
+        return {}
+    c, width = model.config, model.head.weight.element_size()
+    l, prefix = (row["length"], 0) if c.full_sequence else (c.block_len, row["length"] / 2)
+    limit = limit_ms(*step_work(c, l, prefix, tokens_per_step, width), ceilings)
+    ms = 1000 * tokens_per_step / row["tok_per_s"]
+    return dict(ms_per_step=ms, limit_ms=limit, of_limit=limit / ms)
 
 
 def format_sample(r):
+    name = f"{r['config']:<20}{r['length']:>8}"
     if "error" in r:
-        return f"{r['config']:<20}{r['length']:>8} {r['error']}"
-    paper = f"{r['tok_per_s'] / r['paper']:.1f}x the paper's A100 ({r['paper']:,})" if r["paper"] else ""
+        return f"{name} {r['error']}"
+    paper, how = r["paper"] or 0, r["how"]
+    paper = f"{r['tok_per_s'] / paper:.1f}x the paper's A100 ({paper:,})" if paper else ""
     also = f" ({r['integrated']:,.0f} integrated)" if "integrated" in r else ""
-    return (f"{r['config']:<20}{r['length']:>8}{r['tok_per_s']:>10,.0f} tok/s  {r['how']}{also}  "
-            f"{r['ms_per_step']:.2f} ms a step +-{50 * r['spread']:.1f}%, "
-            f"{100 * r['of_limit']:.0f}% of its limit  {paper}")
+    return (f"{name}{r['tok_per_s']:>10,.0f} tok/s  {how}{also}  {r['ms_per_step']:.2f} ms a step "
+            f"+-{50 * r['spread']:.1f}%, {100 * r['of_limit']:.0f}% of its limit  {paper}")
 
 
-# ---------------------------------------------------------------------------------------------
-# ops. Each generator below makes its tensors and yields rows of `op_row`.
+# -- ops: each generator below makes its tensors and yields rows of `op_row` --
 
 def bench_ops(parallel):
     """Each heavy operation beside the library a user would otherwise pick and beside its limit."""
-    dev, rows, ceilings = parallel.device, [], measured_ceilings(parallel.device)
     if unknown := set(only) - set(OPERATIONS):
-        raise ConfigError(f"there is no operation {unknown.pop()!r}; choose from {', '.join(OPERATIONS)}")
-    for name in only or OPERATIONS:
-        torch.manual_seed(0)
-        try:
-            for row in OPERATIONS[name](dev, dev.type == "cuda"):
-                row["limit_ms"] = limit_ms(row["flops"], row["bytes"], ceilings)
-                row["of_limit"] = row["limit_ms"] / row.get("ms", float("inf"))
-                rows.append(row)
-                print(format_op(row), flush=True)
-        except torch.OutOfMemoryError:                  # of the inputs
-            rows.append(dict(op=name, error="does not fit in memory", others={}))
-            print(format_op(rows[-1]), flush=True)
-        release(dev)
-    return dict(**ceilings, rows=rows)
+        raise ConfigError(f"there is no operation {unknown.pop()!r}, only {', '.join(OPERATIONS)}")
+    dev = parallel.device
+
+    def make_rows(name, ceilings):
+        kind = dict(device=dev, dtype=fast_dtype(dev))
+        for row in OPERATIONS[name](dev, dev.type == "cuda", kind):
+            row["limit_ms"] = limit_ms(row["flops"], row["bytes"], ceilings)
+            row["of_limit"] = row["limit_ms"] / row.get("ms", float("inf"))
+            yield row
+    return run_all(parallel, only or OPERATIONS, make_rows, format_op)
 
 
 def op_row(dev, name, ours, others, flops, nbytes, count=1, graph=True):
-    """One operation at one size. others: by name, what a user would otherwise pick, or the reason why
-    it is absent. A call does `count` operations of `flops` and `nbytes` each."""
-    row = dict(op=name, flops=flops, bytes=nbytes, **timed(ours, dev, count, graph))
-    row["others"] = {k: timed(f, dev, count, graph) for k, f in others.items()}
-    for other in row["others"].values():
+    """One operation at one size. others: by name, what a user would otherwise pick, or the reason
+    why it is absent. A call does `count` operations of `flops` and `nbytes` each."""
+    row = dict(op=name, flops=flops, bytes=nbytes, **timed(ours, dev, count, graph), others={})
+    for name, f in others.items():
+        other = row["others"][name] = timed(f, dev, count, graph)
         if "ms" in row and "ms" in other:
             other["ratio"] = other["ms"] / row["ms"]
     return row
 
 
 def timed(f, dev, count, graph):
-    """Milliseconds of one operation, and the memory that it needs beyond its inputs. As a CUDA graph
-    the host's time does not count."""
+    """Milliseconds of one operation (as a CUDA graph: without the host's), and its own memory."""
     if isinstance(f, str):
         return dict(error=f)
-    on_gpu = dev.type == "cuda"
+    on_gpu, run = dev.type == "cuda", None
     try:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
@@ -407,31 +407,30 @@ def timed(f, dev, count, graph):
     except Exception as error:                          # what fails is a line of the table
         return dict(error=f"failed: {type(error).__name__}: {str(error)[:80]!r}")
     finally:
-        run = None
+        del run
         release(dev)
 
 
 def captured(step):
-    """`step` as one CUDA graph."""
-    side = torch.cuda.Stream()
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):                       # compiles and tunes
         for _ in range(3):
             step()
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
     return graph.replay
 
 
 def format_op(r):
-    beside = [f"{o['ratio']:.2f}x {name} ({o['ms']:.3f} ms, {o['extra_gib']:.1f} GiB)" if "ratio" in o
-              else f"{name} {o.get('error', 'alone')}" for name, o in r["others"].items()]
+    beside = "; ".join(
+        f"{o['ratio']:.2f}x {name} ({o['ms']:.3f} ms, {o['extra_gib']:.1f} GiB)" if "ratio" in o
+        else f"{name} {o.get('error', 'alone')}" for name, o in r["others"].items())
     ours = r.get("error") or (
         f"{r['ms']:.3f} ms +-{50 * r['spread']:.1f}%, {r['extra_gib']:.1f} GiB, "
         f"{100 * r['of_limit']:.0f}% of its limit of {r['limit_ms']:.3f} ms")
-    return f"{r['op']:<41} {'; '.join(beside)} | {ours}"
+    return f"{r['op']:<41} {beside} | {ours}"
 
 
 def tensors(x):
@@ -439,40 +438,40 @@ def tensors(x):
 
 
 def with_backward(f, inputs):
-    """A function that runs f and the gradients of all its floating-point inputs."""
+    """A function that runs f and the gradients of all its tensor inputs."""
     inputs = [x.detach().clone().requires_grad_() if torch.is_tensor(x) else x for x in inputs]
-    wanted, d_outputs = tensors(inputs), []
+    d_outputs = []
 
     def step():
         outputs = tensors(f(*inputs))
         d_outputs[:] = d_outputs or [torch.randn_like(o) for o in outputs]
-        torch.autograd.grad(outputs, wanted, d_outputs)
+        torch.autograd.grad(outputs, tensors(inputs), d_outputs)
     return step
 
 
 def both_passes(dev, name, ours, others, flops):
     """Rows of the forward pass, and of forward and backward. ours and others: (function, inputs).
-    Forward reads inputs and writes outputs; backward reads both kinds and writes gradients of inputs.
-    In FLOPs backward is twice the forward, nothing recomputed."""
+    Forward reads inputs and writes outputs; backward reads both and writes gradients of inputs. In
+    FLOPs backward is twice the forward, nothing recomputed."""
     def forward(f, inputs):
         return torch.no_grad()(lambda: f(*inputs))
     read, written = (sum(v.nbytes for v in tensors(x)) for x in (ours[1], forward(*ours)()))
-    for what, wrap, work in ((", forward", forward, (flops, read + written)),
-                             (", forward + backward", with_backward, (3 * flops, 3 * read + 2 * written))):
-        yield op_row(dev, name + what, wrap(*ours),
-                     {k: v if isinstance(v, str) else wrap(*v) for k, v in others.items()}, *work)
+    for what, wrap, work in (
+            ("forward", forward, (flops, read + written)),
+            ("forward + backward", with_backward, (3 * flops, 3 * read + 2 * written))):
+        rivals = {k: v if isinstance(v, str) else wrap(*v) for k, v in others.items()}
+        yield op_row(dev, f"{name}, {what}", wrap(*ours), rivals, *work)
 
 
 def library(load):
-    """What load() imports, or in words why it cannot."""
+    """What load() returns, or why it cannot: a build for another torch fails in many ways."""
     try:
         return load()
-    except Exception as error:                          # a build for another torch fails in many ways
-        missing = isinstance(error, ImportError)
-        return "not installed" if missing else f"broken: {type(error).__name__}"
+    except Exception as error:
+        return "not installed" if isinstance(error, ImportError) else f"broken: {error!r:.60}"
 
 
-def scan_rows(dev, big):
+def scan_rows(dev, big, kind):
     """The forms of training: one clean scan that hands out a state per block, and one row per noisy
     block from its state. mamba-ssm returns the last state alone, so its clean scan does less."""
     def load():
@@ -485,77 +484,76 @@ def scan_rows(dev, big):
     def plain(*inputs):
         with unittest.mock.patch.dict(ops.KERNELS, scan="torch"):
             return scan(*inputs)
-    mamba_ssm, dtype = library(load), torch.bfloat16 if big else torch.float32
+    mamba_ssm = library(load)
     for form, rows, m in (("clean stream", b, s - l), ("noisy rows", b * s // l, l)):
-        x, B, C = (torch.randn(rows, m, *w, device=dev, dtype=dtype) for w in ((h, p), (n,), (n,)))
+        x, B, C = (torch.randn(rows, m, *w, **kind) for w in ((h, p), (n,), (n,)))
         dt = 0.1 * torch.rand(rows, m, h, device=dev) + 0.001
         A, D = -1 - 15 * torch.rand(h, device=dev), torch.ones(h, device=dev)
         state = None if m > l else torch.randn(rows, h, p, n, device=dev)
         inputs = (x, dt, A, B, C, D, state, l if m > l else None, 128, m > l)
-        flops = rows * m * (2 * 64 * n + 2 * 64 * h * p + 4 * n * h * p)       # products of 64 tokens
+        flops = rows * m * (2 * 64 * n + 2 * 64 * h * p + 4 * n * h * p)       # chunks of 64
         yield from both_passes(dev, f"scan, {form}", (scan, inputs), {
             "mamba-ssm": mamba_ssm if isinstance(mamba_ssm, str) else (mamba_ssm, inputs),
-            "torch.compile of plain torch" if big else "plain torch": (plain, inputs)}, flops)
+            "torch.compile of plain" if big else "plain torch": (plain, inputs)}, flops)
 
 
 def sdpa(dev, **options):
-    """Scaled dot product attention by name: both fast backends on a GPU, torch's choice elsewhere."""
+    """Scaled dot product attention: both fast backends on a GPU, torch's choice elsewhere."""
     def by(backend):
         def attend(q, k, v):
-            with sdpa_kernel(backend) if backend else contextlib.nullcontext():
+            with sdpa_kernel(backend):
                 return F.scaled_dot_product_attention(q, k, v, **options)
         return attend
+    if dev.type != "cuda":
+        return {"SDPA": functools.partial(F.scaled_dot_product_attention, **options)}
     flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
-    both = {"SDPA flash": by(flash), "SDPA cuDNN": by(cudnn)}
-    return both if dev.type == "cuda" else {"SDPA": by(None)}
+    return {"SDPA flash": by(flash), "SDPA cuDNN": by(cudnn)}
 
 
-def two_stream_rows(dev, big):
-    """Both streams see s^2 pairs a sequence. So do two sequences of s tokens under a causal mask, which
-    is what the library gets."""
+def two_stream_rows(dev, big, kind):
+    """Both streams see s^2 pairs a sequence. So do two sequences of s tokens under a causal mask,
+    which is what the library gets."""
     b, h, s, e, l = (8, 14, 8192, 64, 256) if big else (1, 2, 256, 16, 64)
-    kind = dict(device=dev, dtype=torch.bfloat16 if big else torch.float32)
     streams = [torch.randn(b, h, m, e, **kind) for m in 3 * [s - l] + 3 * [s]]
-    causal, masks = torch.randn(3, 2 * b, h, s, e, **kind).unbind(), ops.two_stream_masks(s, l, dev)
+    causal = torch.randn(3, 2 * b, h, s, e, **kind).unbind()
+    masks, work = ops.two_stream_masks(s, l, dev), 4 * b * h * e * s * s
 
     def ours(*qkv):
         return ops.two_stream_attention(qkv[:3], qkv[3:], masks)
     others = {f"{k}, causal": (f, causal) for k, f in sdpa(dev, is_causal=True).items()}
-    yield from both_passes(dev, "two-stream attention", (ours, streams), others, 4 * b * h * e * s * s)
+    yield from both_passes(dev, "two-stream attention", (ours, streams), others, work)
 
 
-def block_attention_rows(dev, big):
-    """One block against a cache; the library is given keys that are already joined. Short caches are
-    many, as the layers of a model are, so that they do not stay in the GPU's L2."""
+def block_attention_rows(dev, big, kind):
+    """One block against a cache; the library is given keys that are already joined. Short caches
+    are many, as the layers of a model are, so that they do not stay in the GPU's L2."""
     h, e, l = (18, 64, 256) if big else (2, 16, 32)
-    kind = dict(device=dev, dtype=torch.bfloat16 if big else torch.float32)
     q, k, v = torch.randn(3, 1, h, l, e, **kind).unbind()
     for n in [0, 1024, 16384, 65536, 262_144] if big else [0, 256]:
         nbytes = 2 * q.nbytes + 2 * (n + l) * h * e * q.element_size()
         count = max(1, min(32, 2 ** 28 // nbytes)) if big else 2
-        lengths = torch.full((1,), n, device=dev)
+        held = torch.full((1,), n, device=dev)
         caches = torch.randn(count, 2, 1, h, max(n, l), e, **kind)
-        joined = [[torch.cat([old[:, :, :n], new], 2) for old, new in zip(c, (k, v))] for c in caches]
+        joined = [[torch.cat([c[i, :, :, :n], x], 2) for i, x in enumerate((k, v))] for c in caches]
 
         def over_all(attend, pairs):
             return torch.no_grad()(lambda: [attend(q, *pair) for pair in pairs])
 
         def ours(q, keys, values):
-            return ops.cached_attention(q, k, v, keys, values, lengths, l)
+            return ops.cached_attention(q, k, v, keys, values, held, l)
         yield op_row(dev, f"block attention, {n:,} keys", over_all(ours, caches),
                      {name: over_all(f, joined) for name, f in sdpa(dev).items()},
                      4 * l * (n + l) * h * e, nbytes, count)
 
 
-def cross_entropy_rows(dev, big):
+def cross_entropy_rows(dev, big, kind):
     """Head and loss. Liger's has no weights of tokens, so it does less."""
     def load():
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
         fused = LigerFusedLinearCrossEntropyLoss(reduction="sum")
         return with_backward(lambda x, w: fused(w[:-1], x, target), (hidden, head))
     m, d, v = (32768, 896, 50258) if big else (128, 32, 500)
-    hidden, head = (0.02 * torch.randn(r, d, device=dev).to(torch.bfloat16 if big else torch.float32)
-                    for r in (m, v))
+    hidden, head = torch.randn(m, d, **kind), 0.02 * torch.randn(v, d, **kind)
     target, weight = torch.randint(0, v - 1, (m,), device=dev), torch.rand(m, device=dev) + 1
 
     def of(f):
@@ -565,9 +563,9 @@ def cross_entropy_rows(dev, big):
         6 * m * d * (v - 1), 3 * (hidden.nbytes + head.nbytes), graph=False)
 
 
-def adamw_rows(dev, big):
-    """One step in fp32, gradient norm and clipping included: gradients are read twice, parameters and
-    both moments are read and written."""
+def adamw_rows(dev, big, kind):
+    """One step in fp32, gradient norm and clipping included: gradients are read twice, parameters
+    and both moments are read and written."""
     with torch.device(dev):
         model = BlockDiffusionLM(named_config("mamba_h_350m" if big else "laptop"))
     other = copy.deepcopy(model)
@@ -583,163 +581,30 @@ def adamw_rows(dev, big):
                  0, 8 * 4 * model.n_params, graph=False)
 
 
-OPERATIONS = dict(scan=scan_rows, two_stream=two_stream_rows, block_attention=block_attention_rows,
-                  cross_entropy=cross_entropy_rows, adamw=adamw_rows)
+OPERATIONS = dict(scan=scan_rows, two_stream=two_stream_rows, cross_entropy=cross_entropy_rows,
+                  block_attention=block_attention_rows, adamw=adamw_rows)
 
-
-# ---------------------------------------------------------------------------------------------
-# plot
-
-COLORS = dict(zip(FOUR, ["#7f7f7f", "#e08214", "#2c7fb8", "#b2182b"]))
-NAMES = dict(zip(FOUR, ["full-sequence attention", "full-sequence DiffuMamba-H", "BDLM attention",
-                        "BDLM Mamba-H"]))
-
-
-def plot(files):
-    """Draws what the files hold; the newest row of a (config, length) or (config, GPUs) wins."""
-    import matplotlib
-    matplotlib.use("Agg")
-    results = []
-    for path in files:
-        try:
-            with open(path) as f:
-                results.append(json.load(f))
-            results[-1]["bench"], results[-1]["rows"], results[-1]["hardware"]["name"]
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"{path} is no file that bench.py wrote with --out: {error!r}")
-    newest = {}
-    for r in sorted(results, key=lambda r: r.get("when", "")):          # stable: then as given
-        for row in r["rows"]:
-            of = (r["bench"], row.get("config"), row.get("length", row.get("gpus")))
-            newest[of] = dict(row, name=r["hardware"]["name"], torch=r["hardware"]["torch"])
-    rows = {what: [row for of, row in newest.items() if of[0] == what and "error" not in row]
-            for what in ("sample", "train")}
-    ours = {kind: {r["length"]: r["tok_per_s"] for r in rows["sample"] if r["config"] == f"{kind}_700m"}
-            for kind in FOUR}
-    os.makedirs(figures, exist_ok=True)
-    drawn = []
-    if any(ours.values()):
-        drawn += [plot_throughput(ours, caption(rows["sample"])), plot_speedup(ours, caption(rows["sample"]))]
-    if any(r["config"].endswith("_350m") for r in rows["train"]):
-        drawn.append(plot_training(rows["train"], caption(rows["train"])))
-    print("wrote " + ", ".join(drawn) if drawn else "nothing to draw: no rows of the 700M or 350M models")
-
-
-def caption(rows):
-    return " and ".join(sorted({f"{r['name']}, torch {r['torch'].split('+')[0]}" for r in rows}))
-
-
-def figure(title, ylabel, note, lengths=True):
-    import matplotlib.pyplot as plt
-    fig, ax = plt.subplots(figsize=(8, 4.8))
-    ax.set_title(title, loc="left", fontsize=11)
-    ax.set_ylabel(ylabel)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.grid(axis="y", color="0.92")
-    fig.text(0.01, 0.012, note, fontsize=7, color="0.35", va="bottom")
-    if lengths:
-        ticks = [n for n in LADDER if n & (n - 1) == 0]
-        ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
-        ax.set_xlabel("tokens generated")
-        ax.set_xticks(ticks, [f"{n // 1000}K" if n > 1000 else str(n) for n in ticks])
-    return fig, ax
-
-
-def curve(ax, points, color, marker_only=False):
-    x, y = zip(*sorted(points.items()))
-    ax.plot(x, y, "o", color=color, ms=5, **dict(mfc="white", zorder=2) if marker_only else
-            dict(ls="-", ms=3.5, zorder=3))
-
-
-def label_ends(ax, ends, gap=1.32):
-    """Names at the ends of curves, (x, y, text, color) each, moved apart where they share an end."""
-    last = {}
-    for x, y, text, color in sorted(ends, key=lambda end: end[1]):
-        at = last[x] = max(y, last.get(x, 0) * gap)
-        ax.annotate(text, (x, at), xytext=(8, 0), textcoords="offset points", color=color, va="center",
-                    fontsize=9)
-
-
-def save(fig, name):
-    path = os.path.join(figures, name)
-    fig.tight_layout(rect=(0, 0.045, 1, 1))
-    fig.savefig(path, dpi=150)
-    return path
-
-
-def plot_throughput(ours, hardware_name):
-    fig, ax = figure("Generation, 700M parameters, random weights, batch 1, 16 tokens a step", "tokens/s",
-                     f"lines: ours, {hardware_name}; hollow markers: the paper, 1 x A100-80GB. bf16.")
-    ends = []
-    for kind in FOUR:
-        curve(ax, PAPER_SAMPLE[kind], COLORS[kind], marker_only=True)
-        if ours[kind]:
-            curve(ax, ours[kind], COLORS[kind])
-        x, y = max((ours[kind] or PAPER_SAMPLE[kind]).items())
-        ends.append((x, y, NAMES[kind], COLORS[kind]))
-    label_ends(ax, ends)
-    return save(fig, "throughput.png")
-
-
-def plot_speedup(ours, hardware_name):
-    fig, ax = figure("How many times as fast BDLM Mamba-H generates", "ratio of tokens/s",
-                     f"lines: ours, {hardware_name}; hollow markers: the paper, 1 x A100-80GB. 700M, bf16.")
-    ends = []
-    for kind in ("diffumamba_h", "bdlm_attention"):
-        for source in (PAPER_SAMPLE, ours):
-            ratio = {n: v / source[kind][n] for n, v in source["mamba_h"].items() if n in source[kind]}
-            if ratio:
-                curve(ax, ratio, COLORS[kind], marker_only=source is PAPER_SAMPLE)
-                end = (*max(ratio.items()), f"over {NAMES[kind]}", COLORS[kind])
-        ends.append(end)
-    ax.axhline(1, color="0.6", lw=0.8)
-    ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}x")
-    label_ends(ax, ends)
-    return save(fig, "speedup.png")
-
-
-def plot_training(rows, hardware_name):
-    fig, ax = figure("Training, 350M parameters, 8192 tokens a sequence", "thousand tokens/s per GPU",
-                     f"filled: ours, {hardware_name}; hollow: the paper, 8 x A100-80GB. bf16.", lengths=False)
-    counts = sorted({r["gpus"] for r in rows})
-    speeds = {(r["config"].removesuffix("_350m"), r["gpus"]): r["tok_per_s"] / r["gpus"] for r in rows}
-    speeds |= {(kind, 0): speed / 8 for kind, speed in PAPER_TRAIN.items()}
-    width = 0.8 / (len(counts) + 1)
-    for i, kind in enumerate(FOUR):
-        for j, gpus in enumerate([*counts, 0]):
-            speed = speeds.get((kind, gpus), 0) / 1000
-            bar = ax.bar(i + (j - len(counts) / 2) * width, speed, 0.92 * width, edgecolor=COLORS[kind],
-                         color=COLORS[kind] if gpus else "white", alpha=1 if gpus < 2 else 0.7)
-            text = f"{speed:.0f}\n{f'{gpus} GPU' + 's' * (gpus > 1) if gpus else 'paper'}"
-            ax.bar_label(bar, [text if speed else ""], padding=2, fontsize=8)
-    ax.set_xticks(range(len(FOUR)), [NAMES[kind].replace("full-sequence ", "full-sequence\n") for kind in FOUR])
-    ax.margins(y=0.15)
-    return save(fig, "training.png")
-
-
-# ---------------------------------------------------------------------------------------------
 
 BENCHES = dict(train=bench_train, sample=bench_sample, ops=bench_ops)
 
 
 def main(words):
-    what, words = (words or [""])[0], words[1:]
-    if what in ("", "-h", "--help"):
-        return configure(globals(), ["--help"])
+    what, words, files = (words or ["--help"])[0], words[1:], []
+    if what in ("-h", "--help"):
+        configure(globals(), ["--help"])                # and exits
     if what not in (*BENCHES, "plot"):
-        raise ConfigError(f"there is no subcommand {what!r}; choose from {', '.join(BENCHES)}, plot")
-    files = []
+        raise ConfigError(f"there is no subcommand {what!r}, only {', '.join(BENCHES)} and plot")
     while what == "plot" and words and not words[0].startswith("--"):
         files.append(words.pop(0))
     configure(globals(), words)
     if what == "plot":
-        return plot(files)
+        from assets.throughput import plot              # needs matplotlib, which measuring does not
+        return plot(files, figures)
     parallel = Parallel(device, dist_timeout)
     line = ops.select_kernels(kernels, parallel.device)
-    before, when = hardware(parallel.device), datetime.datetime.now(datetime.timezone.utc).isoformat()
+    before, when = hardware(parallel.device), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     if parallel.rank == 0:
-        print(f"{parallel.world} x {before.get('name')} | torch {before['torch']} | {line}", flush=True)
+        print(f"{parallel.world} x {before.get('name')} | torch {before['torch']} | {line}")
     result = dict(bench=what, when=when, **BENCHES[what](parallel), hardware=before,
                   after=hardware(parallel.device), kernels=line)
     if parallel.rank == 0:
@@ -752,8 +617,8 @@ def main(words):
 
 if __name__ == "__main__":
     # argv is cleared because torch.compile pastes it, unquoted, into the code it writes.
-    given, sys.argv[1:] = sys.argv[1:], []
+    _words, sys.argv[1:] = sys.argv[1:], []
     try:
-        main(given)
-    except (ConfigError, ModelError) as error:
+        main(_words)
+    except (ConfigError, ModelError, ops.KernelError) as error:
         sys.exit(f"bench.py: {error}")

@@ -1,0 +1,111 @@
+"""
+Draws the throughput figures from what bench.py wrote: `python bench.py plot FILE...` calls `plot`.
+Here and not in bench.py, so that measuring can be read without drawing.
+"""
+import contextlib
+import json
+import os
+
+from bench import LADDER, MODELS, PAPER_SAMPLE, PAPER_TRAIN
+from configurator import ConfigError
+
+
+def plot(files, figures):
+    """Draws what the files hold; the newest row of a (config, length) or (config, GPUs) wins."""
+    results, found = [], dict(sample={}, train={}, ops={})
+    for path in files:
+        try:
+            with open(path) as f:
+                r = json.load(f)
+            about = f"{r['hardware']['name']}, torch {r['hardware']['torch']}"
+            results.append((r.get("when", ""), r["bench"], about, r["rows"]))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{path} is no file that bench.py wrote with --out: {error!r}")
+    for _, what, about, rows in sorted(results, key=lambda r: r[0]):    # stable: then as given
+        for r in rows:
+            kind, _, size = r.get("config", "").rpartition("_")
+            if kind in MODELS and size == dict(sample="700m", train="350m").get(what):
+                found[what][kind, r.get("length", r.get("gpus"))] = dict(about=about, **r)
+    sample, train = ({place: r for place, r in found[what].items() if "error" not in r}
+                     for what in ("sample", "train"))
+    if not sample and not train:
+        raise ConfigError("plot draws rows of the 700M and 350M models, and found none")
+    about = " and ".join(sorted({r["about"] for r in (sample | train).values()}))
+    if sample:
+        ours = {kind: {n: r["tok_per_s"] for (k, n), r in sample.items() if k == kind}
+                for kind in MODELS}
+        note = f"Lines: ours, {about}. Hollow: the paper, A100-80GB. Random weights, batch 1, bf16."
+        draw_curves(figures, "throughput.png", "Generation, 700M parameters, 16 tokens a step", "tokens/s",
+                    note, "", ours, PAPER_SAMPLE)
+        draw_curves(figures, "speedup.png", "Speed of BDLM Mamba-H over two others, 700M parameters",
+                    "ratio of tokens/s", note, "over ", ratios(ours), ratios(PAPER_SAMPLE))
+    if train:
+        draw_training(figures, {place: r["tok_per_s"] / r["gpus"] / 1000 for place, r in train.items()},
+                      f"Filled: ours, {about}. Hollow: the paper, 8 x A100-80GB. bf16.")
+
+
+def ratios(speed):
+    return {kind: {n: v / speed[kind][n] for n, v in speed["mamba_h"].items() if n in speed[kind]}
+            for kind in ("diffumamba_h", "bdlm_attention")}
+
+
+@contextlib.contextmanager
+def figure(figures, name, title, ylabel, note):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, ax = plt.subplots(figsize=(8, 4.8))
+    ax.set_title(title, loc="left", fontsize=11)
+    ax.set_ylabel(ylabel)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.set_axisbelow(True)
+    ax.grid(axis="y", color="0.92")
+    fig.text(0.01, 0.012, note, fontsize=7, color="0.35")
+    yield ax
+    os.makedirs(figures, exist_ok=True)
+    fig.tight_layout(rect=(0, 0.045, 1, 1))
+    fig.savefig(os.path.join(figures, name), dpi=150)
+    plt.close(fig)
+    print(f"wrote {os.path.join(figures, name)}")
+
+
+def draw_curves(figures, name, title, ylabel, note, prefix, ours, paper):
+    """{kind: {length: value}} against length. The names stand at the right, clear of the markers,
+    each on a thin line from the end of its curve and moved up where two would touch."""
+    ends, right = [], max(LADDER) * 1.25
+    with figure(figures, name, title, ylabel, note) as ax:
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log", base=2 if prefix else 10)
+        ax.set_xticks(*zip(*((n, label) for n, label in LADDER.items() if label)))
+        ax.set_xlabel("tokens generated")
+        ax.yaxis.set_major_formatter(lambda v, _: f"{v:,g}x" if prefix else f"{v:,g}")
+        for kind in ours:
+            ax.plot(*zip(*paper[kind].items()), "o", mfc="white", ms=5, color=MODELS[kind][1])
+            if ours[kind]:
+                ax.plot(*zip(*sorted(ours[kind].items())), ".-", color=MODELS[kind][1], zorder=3)
+            ends.append((*max((ours[kind] or paper[kind]).items())[::-1], kind))
+        bottom, top = at, _ = ax.get_ylim()
+        for y, x, kind in sorted(ends):
+            label, color = MODELS[kind]
+            at = max(y, at * (top / bottom) ** 0.045)
+            ax.plot([x, right], [y, at], ":", lw=0.8, color=color, zorder=1, clip_on=False)
+            ax.text(right * 1.05, at, prefix + label, color=color, va="center", fontsize=9)
+        ax.set_xlim(min(LADDER) / 1.3, right)
+
+
+def draw_training(figures, ours, note):
+    """Bars of thousand tokens/s per GPU, {(kind, GPUs): value}."""
+    counts = [*sorted({gpus for _, gpus in ours}), 0]   # 0: the paper
+    speeds = ours | {(kind, 0): speed / 8000 for kind, speed in PAPER_TRAIN.items()}
+    order, width = list(MODELS), 0.8 / len(counts)
+    with figure(figures, "training.png", "Training, 350M parameters, 8192 tokens a sequence",
+                "thousand tokens/s per GPU", note) as ax:
+        for (kind, gpus), speed in speeds.items():
+            at = order.index(kind) + (counts.index(gpus) - (len(counts) - 1) / 2) * width
+            bar = ax.bar(at, speed, 0.92 * width, color=MODELS[kind][1] if gpus else "white",
+                         ec=MODELS[kind][1], alpha=0.7 if gpus > 1 else 1)
+            what = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "paper"
+            ax.bar_label(bar, [f"{speed:.0f}\n{what}"], padding=2, fontsize=8)
+        names = [name.replace("full-sequence ", "full-sequence\n") for name, _ in MODELS.values()]
+        ax.set_xticks(range(len(names)), names)
+        ax.margins(y=0.15)

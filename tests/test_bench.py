@@ -1,0 +1,126 @@
+"""The benchmark commands at a size that a CPU runs in seconds, and the figures."""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import bench
+from configurator import ConfigError, settings_of
+
+TINY = ["--device=cpu", "--warmup=0", "--iterations=1", "--micro_batch_size=1"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_settings_put_back():
+    before, threads = settings_of(vars(bench)), torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    vars(bench).update(before)
+    torch.set_num_threads(threads)
+
+
+def last_line(capsys):
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_interpolation_is_exact_where_the_time_of_a_block_is_piecewise_linear():
+    x = torch.tensor([0, 5, 10, 15, 20, 40], dtype=torch.float64)
+    assert bench.interpolate(x, [0, 10, 20], [1, 2, 4]).tolist() == [1, 1.5, 2, 3, 4, 8]
+    assert bench.interpolate(x, [0], [3]).tolist() == [3] * 6
+
+
+def test_train_ends_in_one_json_line_and_writes_the_same(capsys, tmp_path):
+    bench.main(["train", "--only=laptop", f"--out={tmp_path / 'train.json'}", *TINY])
+    result = last_line(capsys)
+    row, = result["rows"]
+    assert result["bench"] == "train" and result["hardware"]["name"] and result["matmul_tflops"] > 0
+    assert row["config"] == "laptop" and row["tok_per_s"] > 0 and 0 < row["mfu"]
+    assert json.loads((tmp_path / "train.json").read_text()) == result
+
+
+def test_sample_reports_whole_and_integrated_rows_beside_their_limit(capsys):
+    bench.main(["sample", "--only=laptop", "--lengths=[64,128]", "--whole=[64]", *TINY])
+    rows = last_line(capsys)["rows"]
+    assert [(r["length"], r["how"]) for r in rows] == [(64, "whole"), (128, "integrated")]
+    assert all(r["tok_per_s"] > 0 and r["limit_ms"] > 0 for r in rows) and rows[0]["integrated"] > 0
+    assert all(r["of_limit"] == pytest.approx(r["limit_ms"] / r["ms_per_step"]) for r in rows)
+
+
+def test_the_limit_of_a_step_counts_every_weight_of_the_generation_pass_once():
+    c = bench.named_config("bdlm_attention_350m")
+    flops, nbytes = bench.step_work(c, c.block_len, 0, 16, 2)
+    weights = c.n_layer * 12 * c.d_model ** 2
+    head = c.vocab_size * c.d_model
+    assert nbytes == 2 * (weights + head)
+    area = 4 * c.n_layer * c.block_len ** 2 * c.d_model
+    steps = 1 + 16 / c.block_len                        # one commit in so many steps
+    assert flops == pytest.approx(steps * (2 * c.block_len * weights + area) + 2 * 16 * head)
+    longer = bench.step_work(c, c.block_len, 1000, 16, 2)[1]
+    assert longer - nbytes == 2 * 2 * c.n_layer * 1000 * c.d_model      # keys and values
+
+
+def test_ops_sets_each_operation_beside_a_library_and_its_limit(capsys):
+    bench.main(["ops", *TINY])
+    rows = last_line(capsys)["rows"]
+    assert len({r["op"] for r in rows}) == len(rows) == 10
+    for r in rows:
+        assert r["ms"] > 0 and r["limit_ms"] > 0 and r["of_limit"] > 0, r
+        assert any("ratio" in other for other in r["others"].values()), r
+
+
+def test_an_operation_that_fails_is_a_line_and_the_run_goes_on(capsys, monkeypatch):
+    def fails(dev, big, kind):
+        def f():
+            raise torch.OutOfMemoryError("no room")
+        yield bench.op_row(dev, "one that fails", f, {"other": lambda: None, "absent": "why"}, 1, 1)
+        raise torch.OutOfMemoryError("no room for inputs")
+    monkeypatch.setitem(bench.OPERATIONS, "fails", fails)
+    bench.main(["ops", "--only=fails,adamw", *TINY])
+    rows = last_line(capsys)["rows"]
+    assert [r.get("op", r.get("name")) for r in rows] == ["one that fails", "fails", "AdamW step"]
+    assert "memory" in rows[0]["error"] and rows[0]["others"]["absent"] == {"error": "why"}
+
+
+def test_plot_draws_three_figures_and_the_newest_row_wins(tmp_path, monkeypatch):
+    about = dict(hardware=dict(name="a GPU", torch="2.0"))
+    old = dict(bench="sample", when="2026-01-02", **about, rows=[
+        dict(config=f"{kind}_700m", length=n, tok_per_s=100.0)
+        for kind in bench.MODELS for n in (256, 512)])
+    new = dict(old, when="2026-01-03", rows=[
+        dict(config="mamba_h_700m", length=512, tok_per_s=300.0)])
+    train = dict(bench="train", **about, rows=[
+        dict(config="mamba_h_350m", gpus=1, tok_per_s=1e5),
+        dict(config="attention_350m", gpus=8, error="no")])
+    files = []
+    for i, r in enumerate((new, old, train)):
+        files.append(str(tmp_path / f"{i}.json"))
+        with open(files[-1], "w") as f:
+            json.dump(r, f)
+    drawn = {}
+    draw = bench.draw_curves
+    monkeypatch.setattr(bench, "draw_curves", lambda name, *rest: (drawn.update({name: rest[-2]}),
+                                                                  draw(name, *rest)))
+    bench.main(["plot", *files, f"--figures={tmp_path}"])
+    assert drawn["throughput.png"]["mamba_h"] == {256: 100, 512: 300}
+    assert drawn["speedup.png"]["diffumamba_h"] == {256: 1, 512: 3}
+    for name in ("throughput.png", "speedup.png", "training.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_names_a_file_that_is_not_ours(tmp_path):
+    (tmp_path / "x.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="x.json"):
+        bench.main(["plot", str(tmp_path / "x.json")])
+
+
+def test_an_unknown_subcommand_is_one_sentence_and_none_lists_them(capsys):
+    script = os.path.join(os.path.dirname(bench.__file__), "bench.py")
+    done = subprocess.run([sys.executable, script, "trian"], capture_output=True, text=True)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and "train" in done.stderr
+    with pytest.raises(SystemExit):
+        bench.main([])
+    listed = capsys.readouterr().out
+    assert all(f"bench.py {word}" in listed for word in ("train", "sample", "ops", "plot"))
