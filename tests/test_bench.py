@@ -100,9 +100,10 @@ def test_plot_draws_three_figures_and_the_newest_row_wins(tmp_path, monkeypatch)
         with open(files[-1], "w") as f:
             json.dump(r, f)
     drawn = {}
-    draw = bench.draw_curves
-    monkeypatch.setattr(bench, "draw_curves", lambda name, *rest: (drawn.update({name: rest[-2]}),
-                                                                  draw(name, *rest)))
+    from assets import throughput
+    draw = throughput.draw_curves
+    monkeypatch.setattr(throughput, "draw_curves", lambda folder, name, *rest: (
+        drawn.update({name: rest[-2]}), draw(folder, name, *rest)))
     bench.main(["plot", *files, f"--figures={tmp_path}"])
     assert drawn["throughput.png"]["mamba_h"] == {256: 100, 512: 300}
     assert drawn["speedup.png"]["diffumamba_h"] == {256: 1, 512: 3}
