@@ -117,8 +117,7 @@ def _ssd_scan_triton(x, dt, A, B, C, D, initial_state, block_len, want_states):
     xs, dts, Bs, Cs = (v.unflatten(1, (-1, row)).flatten(0, 1) for v in (x, dt, B, C))
     local = kernels.ssd_row_states(xs, dts, A, Bs).unflatten(0, (b, -1))       # (b, c, h, p, n)
     log_decay = (dt * A).unflatten(1, (-1, row)).sum(2)                        # (b, c, h)
-    with torch.autocast(x.device.type, enabled=False):  # states and their decays stay fp32
-        states = pass_states(local, log_decay, _initial(initial_state, x, B, torch.float32))
+    states = kernels.pass_states(local, log_decay, _initial(initial_state, x, B, torch.float32))
     y = kernels.ssd_rows(xs, dts, A, Bs, Cs, D, states[:, :-1].flatten(0, 1))
     every = block_len // row if block_len else states.size(1) - 1
     return y.unflatten(0, (b, -1)).flatten(1, 2), states[:, ::every]
@@ -163,14 +162,17 @@ def causal_conv(u, weight, bias, initial):
     """
     Depthwise causal convolution then SiLU: position i sees columns i-w+1..i.
 
-    u (..., s, c); weight (..., c, w); bias (..., c); initial (..., w-1, c): the columns before the
-    first. Returns (..., s, c). The state to carry on is the last w-1 columns of [initial; u].
+    u (b, s, c); weight (c, w); bias (c,); initial (b, w-1, c): the columns before the first.
+    Returns (b, s, c). The state to carry on is the last w-1 columns of [initial; u].
     """
-    s = u.size(-2)
-    columns = torch.cat([initial.to(u.dtype), u], -2)
+    if KERNELS["scan"] == "triton":
+        import kernels
+        return kernels.causal_conv(u, weight, bias, initial)
+    s = u.size(1)
+    columns = torch.cat([initial.to(u.dtype), u], 1)
     out = bias
-    for i in range(weight.size(-1)):
-        out = out + columns[..., i:i + s, :] * weight[..., None, :, i]
+    for i in range(weight.size(1)):
+        out = out + columns[:, i:i + s] * weight[:, i]
     return F.silu(out).to(u.dtype)
 
 

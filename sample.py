@@ -173,8 +173,8 @@ class MergedMamba:
         rows.append(rows[0].new_zeros(-2 * (self.inner + f.heads) % 64, rows[0].size(1)))
         self.w_in = torch.cat(rows).to(dtype)
         self.w_out = torch.cat([m.out_proj.weight for m in pair], 1).to(dtype)
-        self.conv_weight = torch.stack([m.conv_weight for m in pair])[:, None].to(dtype)
-        self.conv_bias = torch.stack([m.conv_bias for m in pair])[:, None, None].to(dtype)
+        self.conv_weight = torch.cat([m.conv_weight for m in pair]).to(dtype)  # (2 c, w)
+        self.conv_bias = torch.cat([m.conv_bias for m in pair]).to(dtype)
         self.norm = torch.stack([m.norm_weight for m in pair])[:, None, None].to(dtype)
         self.dt_bias = torch.stack([m.dt_bias for m in pair])[:, None, None]
         self.A = torch.stack([-torch.exp(m.A_log) for m in pair])              # (2, h)
@@ -184,15 +184,15 @@ class MergedMamba:
         """BiMamba.scan_both(u, conv, ssm); u (b, l, d)."""
         (b, l, _), h, di, n, inner = u.shape, self.heads, self.d_inner, self.d_state, self.inner
         proj = F.linear(u, self.w_in)
-
-        def directions(x):                              # (b, l, 2 m) -> (2, b, l, m), reverse flipped
-            fwd, rev = x.chunk(2, -1)
-            return torch.stack([fwd, rev.flip(1)])
-        zxBC, dt = directions(proj[..., :2 * inner]), directions(proj[..., 2 * inner:2 * (inner + h)])
-        z, xBC = zxBC.split([di, inner - di], -1)
-        start = torch.stack([conv, torch.zeros_like(conv)]).to(u.dtype)
+        fwd, rev, dt = proj[..., :inner], proj[..., inner:2 * inner], proj[..., 2 * inner:]
+        rev = rev.flip(1)
+        z = torch.stack([fwd[..., :di], rev[..., :di]])                        # (2, b, l, di)
+        dt = torch.stack([dt[..., :h], dt[..., h:2 * h].flip(1)])              # (2, b, l, h)
+        start = torch.cat([conv, torch.zeros_like(conv)], -1).to(u.dtype)
+        xBC = torch.cat([fwd[..., di:], rev[..., di:]], -1)                    # (b, l, 2 c)
         xBC = ops.causal_conv(xBC, self.conv_weight, self.conv_bias, start)
-        x, B, C = xBC.flatten(0, 1).split([di, n, n], -1)
+        xBC = xBC.unflatten(-1, (2, -1)).permute(2, 0, 1, 3).flatten(0, 1)     # (2 b, l, c)
+        x, B, C = xBC.split([di, n, n], -1)
         dt = F.softplus(dt.to(self.dt_bias.dtype) + self.dt_bias).flatten(0, 1)
         ssm = torch.cat([ssm, torch.zeros_like(ssm)])
         A, D = (v[:, None].expand(2, b, h).reshape(2 * b, h) for v in (self.A, self.D))

@@ -1,0 +1,220 @@
+"""The Triton kernels against their plain twins: values and every gradient. On a GPU if there is
+one, else in Triton's interpreter, which must be chosen before the kernels are defined."""
+import os
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton", reason="needs Triton: pip install triton==3.6.0")
+
+import kernels  # noqa: E402
+import ops  # noqa: E402
+
+DEVICE = "cuda" if GPU else "cpu"
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of -inf and log2(0)
+LIMIT = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+DTYPES = pytest.mark.parametrize("dtype", LIMIT, ids=["fp32", "bf16"])
+
+
+def repair_interpreter():
+    """Triton 3.6's interpreter takes int() of one-element arrays, which numpy 2.4 refuses, and
+    multiplies the bit patterns of bf16 as integers."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+    patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+
+    def patch_with_index(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def widen(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return interpreter.TensorHandle((x.data.astype("u4") << 16).view("f4"), tl.float32)
+
+    interpreter._patch_lang_tensor = patch_with_index
+    interpreter.InterpreterBuilder.create_dot = (
+        lambda self, a, b, *rest: dot(self, widen(a), widen(b), *rest))
+
+
+if not GPU:
+    repair_interpreter()
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+def error(got, want):
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def compare(fast, plain, inputs, limit):
+    """Outputs and all gradients of fast(**inputs) against plain in fp64. A gradient that is noise
+    alone makes that of A a sum of cancelling terms, hence the output in it."""
+    low = {k: v if v is None else v.detach().requires_grad_() for k, v in inputs.items()}
+    high = {k: v if v is None else v.detach().double().requires_grad_() for k, v in inputs.items()}
+    got, want = fast(**low), plain(**high)
+    got, want = (v if isinstance(v, tuple) else (v,) for v in (got, want))
+    noise = [(torch.randn_like(a) + b.detach()).to(a.dtype) for a, b in zip(got, want)]
+    torch.autograd.backward(got, noise)
+    torch.autograd.backward(want, [v.double() for v in noise])
+    errors = {f"output {i}": error(a, b) for i, (a, b) in enumerate(zip(got, want))}
+    for k in inputs:
+        if inputs[k] is not None and high[k].grad is not None:
+            assert low[k].grad.dtype == low[k].dtype and low[k].grad.shape == low[k].shape, k
+            errors["d" + k] = error(low[k].grad, high[k].grad)
+    assert all(e < limit for e in errors.values()), errors
+
+
+def scan_inputs(r, s, h, p, n, dtype=torch.float32, start=True):
+    """x, B and C are views of one wider projection, as in the model, of an odd width on purpose."""
+    x, B, C = randn(r, s, 3 + h * p + 2 * n, dtype=dtype)[..., 3:].split([h * p, n, n], -1)
+    return dict(x=x.unflatten(-1, (h, p)), dt=torch.nn.functional.softplus(randn(r, s, h) - 2),
+                A=-torch.exp(randn(h)), B=B, C=C, D=randn(h),
+                initial_state=randn(r, h, p, n) if start else None)
+
+
+def rows(**inputs):
+    return kernels.ssd_rows(*inputs.values())
+
+
+def loop(**inputs):
+    return ops.ssd_scan_ref(**inputs)[0]
+
+
+@DTYPES
+@pytest.mark.parametrize("r, s, h, p, n, start", [
+    (2, 128, 2, 32, 64, True), (1, 100, 3, 16, 64, False), (1, 7, 1, 64, 128, True)])
+def test_scan_kernels_equal_the_loop_with_all_gradients(r, s, h, p, n, start, dtype):
+    inputs = scan_inputs(r, s, h, p, n, dtype, start)
+    compare(rows, loop, inputs, LIMIT[dtype])
+    compare(lambda x, dt, A, B: kernels.ssd_row_states(x, dt, A, B),
+            lambda x, dt, A, B: ops.ssd_scan_ref(x, dt, A, B, B, torch.zeros_like(A))[1][:, -1],
+            {k: inputs[k] for k in ("x", "dt", "A", "B")}, LIMIT[dtype])
+
+
+def test_rows_hand_their_last_state_on_and_may_have_decays_of_their_own():
+    inputs = scan_inputs(2, 70, 3, 16, 32)
+    inputs["A"], inputs["D"] = -torch.exp(randn(2, 3)), randn(2, 3)
+    got = kernels.ssd_rows(*inputs.values(), return_final=True)
+    want, states = ops.ssd_scan_ref(**{k: v.double() for k, v in inputs.items()})
+    assert error(got[0], want) < 1e-5 and error(got[1], states[:, -1]) < 1e-5
+
+
+def test_strong_decay_stays_finite():
+    inputs = scan_inputs(1, 128, 2, 16, 32)
+    inputs["dt"], inputs["A"] = inputs["dt"] * 10, inputs["A"] * 5
+    compare(rows, loop, inputs, 1e-3)
+
+
+@pytest.mark.parametrize("fill, spread", [(1, 1), (8, 12), (1024, 1024)])
+def test_how_the_work_is_split_changes_nothing(monkeypatch, fill, spread):
+    monkeypatch.setattr(kernels, "FILL", fill)
+    monkeypatch.setattr(kernels, "SPREAD", spread)
+    compare(rows, loop, scan_inputs(1, 70, 3, 32, 32), 1e-5)
+
+
+@pytest.mark.parametrize("s, block_len, start", [(96, 32, True), (128, 64, False), (64, None, 1)])
+def test_dispatched_scan_equals_the_loop_with_boundary_states(monkeypatch, s, block_len, start):
+    monkeypatch.setitem(ops.KERNELS, "scan", "triton")
+    monkeypatch.setattr(ops, "SCAN_ROW", 32)
+    compare(lambda **v: ops.ssd_scan(**v, block_len=block_len),
+            lambda **v: ops.ssd_scan_ref(**v, block_len=block_len),
+            scan_inputs(2, s, 2, 16, 32, start=start), 1e-5)
+
+
+@pytest.mark.parametrize("c", [1, 5])
+def test_states_pass_over_rows_with_all_gradients(c):
+    compare(kernels.pass_states, ops.pass_states, dict(
+        local=randn(2, c, 3, 8, 130), log_decay=-randn(2, c, 3).exp(),
+        initial=randn(2, 3, 8, 130)), 1e-5)
+
+
+@DTYPES
+@pytest.mark.parametrize("r, s, c, w, start", [
+    (2, 70, 80, 4, True), (9, 64, 48, 4, False), (3, 2, 32, 4, True), (2, 60, 16, 3, True)])
+def test_convolution_equals_its_twin_with_all_gradients(r, s, c, w, start, dtype):
+    u, initial = randn(r, s, c + 48, dtype=dtype), randn(r, 2 * w, 2 * c, dtype=dtype)
+    inputs = dict(u=u[..., 16:16 + c], weight=randn(c, w), bias=randn(c),
+                  initial=initial[:, 1:w, :c] if start else None)
+    zeros = torch.zeros(r, w - 1, c, device=DEVICE)
+    compare(kernels.causal_conv, lambda initial, **v: ops.causal_conv(
+        initial=zeros if initial is None else initial, **v), inputs, LIMIT[dtype])
+
+
+def attention_inputs(lengths, l, d, dtype, h=2, cap=None, pad=0):
+    """q, k, v are views of one projection; the caches hold NaN from each row's length on."""
+    b, cap = len(lengths), cap or max(lengths) + 16
+    q, k, v = randn(b, l, 3, h, d, dtype=dtype).unbind(2)
+    keys, values = randn(2, b, h, cap, d + pad, dtype=dtype).fill_(float("nan"))[..., :d]
+    for i, n in enumerate(lengths):
+        keys[i, :, :n], values[i, :, :n] = (1 + i) * randn(h, n, d), randn(h, n, d)
+    return q, keys, values, torch.tensor(lengths, device=DEVICE), k, v
+
+
+def check_attention(inputs, num_splits, limit):
+    q, keys, values, lengths, k, v = inputs
+    out = kernels.block_attention(*inputs, num_splits)
+    own = (u.transpose(1, 2).double() for u in (q, k, v))
+    want = ops.cached_attention(*own, keys.double(), values.double(), lengths, q.size(1))
+    assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
+    assert error(out, want.transpose(1, 2)) < limit      # NaN fails too
+
+
+@DTYPES
+@pytest.mark.parametrize("l, d, splits", [(16, 64, 1), (40, 56, 3), (24, 52, 8), (70, 64, 0)])
+def test_block_attention_equals_its_twin_at_ragged_lengths(l, d, splits, dtype):
+    check_attention(attention_inputs([0, 150, 77, 256], l, d, dtype, h=1), splits, LIMIT[dtype])
+
+
+def test_block_attention_takes_padded_full_and_empty_caches_and_large_scores():
+    check_attention(attention_inputs([100, 65], 32, 52, torch.bfloat16, pad=4), 0, 1e-2)
+    q, *rest = attention_inputs([128, 128], 32, 64, torch.float32, cap=128)
+    check_attention((q * 100, *rest), 2, 1e-5)
+    check_attention(attention_inputs([0], 32, 64, torch.float32), 0, 1e-5)
+
+
+def test_dispatched_attention_takes_several_blocks(monkeypatch):
+    q, keys, values, lengths, k, v = attention_inputs([20, 3], 48, 32, torch.float32, cap=96)
+    args = [u.transpose(1, 2) for u in (q, k, v)]
+    want = ops.cached_attention(*(u.double() for u in (*args, keys, values)), lengths, 16)
+    monkeypatch.setitem(ops.KERNELS, "cached", "triton")
+    assert error(ops.cached_attention(*args, keys, values, lengths, 16), want) < 1e-5
+
+
+def test_kernels_compile_without_graph_breaks():
+    inputs = scan_inputs(1, 64, 1, 16, 32)
+    inputs |= dict(u=randn(1, 64, 16), weight=randn(16, 4), bias=randn(16))
+
+    def layer(x, dt, A, B, C, D, initial_state, u, weight, bias):
+        x = x + kernels.causal_conv(u, weight, bias).unflatten(-1, (1, 16))
+        local = kernels.ssd_row_states(x, dt, A, B)[:, None]
+        states = kernels.pass_states(local, dt.sum(1)[:, None] * A, initial_state)
+        return kernels.ssd_rows(x, dt, A, B, C, D, states[:, -1])
+    compiled = torch.compile(layer, fullgraph=True, backend="inductor" if GPU else "aot_eager")
+    grads = []
+    for f in (layer, compiled):
+        leaves = {k: v.detach().requires_grad_() for k, v in inputs.items()}
+        grads.append(torch.autograd.grad(f(**leaves).square().sum(), list(leaves.values())))
+    assert all(error(b, a.double()) < 1e-4 for a, b in zip(*grads))
+
+
+def test_operators_declare_the_shapes_that_they_return():
+    scan, tests = scan_inputs(1, 20, 2, 16, 32), ("test_schema", "test_faketensor")
+    x, dt, A, B, C, D, s0 = (v.contiguous() for v in scan.values())
+    states, u, w, bias = randn(1, 3, 2, 8, 16), randn(2, 9, 32), randn(32, 4), randn(32)
+    for op, args in (
+            (kernels.ssd_rows_forward, (x, dt, A, B, C, D, s0, True)),
+            (kernels.ssd_rows_backward, (x, x, dt, A, B, C, D, None)),
+            (kernels.ssd_row_states_forward, (x, dt, A, B)),
+            (kernels.ssd_row_states_backward, (s0, x, dt, A, B)),
+            (kernels.pass_states, (states, -dt[:, :3], states[:, 0])),
+            (kernels.pass_states_backward, (states, states, -dt[:, :2])),
+            (kernels.causal_conv_forward, (u, w, bias, u[:, :3])),
+            (kernels.causal_conv_backward, (u, u, w, bias, u[:, :3])),
+            (kernels.block_attention, attention_inputs([20], 16, 16, torch.float32))):
+        torch.library.opcheck(op, args, test_utils=tests)
