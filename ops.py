@@ -303,7 +303,7 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
 def _cached_attention_triton(q, k, v, k_cache, v_cache, lengths, block_len):
     """The kernel takes one block at a time. Of several, all but the last are appended to the cache
     here, which is where they are going anyway."""
-    import kernels
+    from kernels_attention import block_attention
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))                           # (b, m, h, e)
     outs, rows = [], torch.arange(len(q), device=q.device)[:, None]
     for i in range(0, q.size(1), block_len):
@@ -311,7 +311,7 @@ def _cached_attention_triton(q, k, v, k_cache, v_cache, lengths, block_len):
             at = lengths[:, None] + torch.arange(i - block_len, i, device=q.device)
             k_cache[rows, :, at], v_cache[rows, :, at] = k[:, i - block_len:i], v[:, i - block_len:i]
         own = slice(i, i + block_len)
-        outs.append(kernels.block_attention(q[:, own], k_cache, v_cache, lengths + i, k[:, own], v[:, own]))
+        outs.append(block_attention(q[:, own], k_cache, v_cache, lengths + i, k[:, own], v[:, own]))
     return (outs[0] if len(outs) == 1 else torch.cat(outs, 1)).transpose(1, 2)
 
 

@@ -490,8 +490,8 @@ def main():
     say(f"trained in {duration(time.time() - started)}; validation NELBO {val_loss:.4f} nats per token, "
         f"perplexity {math.exp(val_loss):.2f}, {bpb:.3f} bits per byte")
     if master and tokenizer == "bytes":
-        train_tokens = np.concatenate(train_data.shards)
-        base = data_module.byte_baselines(train_tokens, val)
+        every_token = train_data.sequences(train_data.n_tokens)
+        base = data_module.byte_baselines(every_token, val)
         say(f"baselines on the same text: byte bigram {base['bigram']:.3f}, "
             f"byte unigram {base['unigram']:.3f} bits per byte")
     if master and os.path.exists(log.path):
