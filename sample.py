@@ -176,9 +176,10 @@ class MergedMamba:
         self.conv_weight = torch.cat([m.conv_weight for m in pair]).to(dtype)  # (2 c, w)
         self.conv_bias = torch.cat([m.conv_bias for m in pair]).to(dtype)
         self.norm = torch.stack([m.norm_weight for m in pair])[:, None, None].to(dtype)
-        self.dt_bias = torch.stack([m.dt_bias for m in pair])[:, None, None]
-        self.A = torch.stack([-torch.exp(m.A_log) for m in pair])              # (2, h)
-        self.D = torch.stack([m.D for m in pair])
+        exact = ops.at_least_fp32(dtype)
+        self.dt_bias = torch.stack([m.dt_bias for m in pair])[:, None, None].to(exact)
+        self.A = torch.stack([-torch.exp(m.A_log.to(exact)) for m in pair])    # (2, h)
+        self.D = torch.stack([m.D for m in pair]).to(exact)
 
     def __call__(self, u, conv, ssm):
         """BiMamba.scan_both(u, conv, ssm); u (b, l, d)."""
