@@ -70,6 +70,11 @@ dist_timeout = 300                      # seconds until a collective without an 
 # ---------------------------------------------------------------------------------------------
 
 
+# torch 2.13 renamed these two; 2.11 has only the old names.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class ShardedAdamW:
     """
     AdamW with fp32 master weights, moments and update sharded over ranks (ZeRO stage 2).
@@ -115,7 +120,7 @@ class ShardedAdamW:
                 f["shard"].grad = f["grad"]
             else:
                 f["shard"].grad = torch.empty_like(f["shard"])
-                dist.reduce_scatter_tensor(f["shard"].grad, f["grad"])
+                reduce_scatter(f["shard"].grad, f["grad"])
             square = square + f["shard"].grad.square().sum()
         if self.world > 1:
             dist.all_reduce(square)
@@ -129,7 +134,7 @@ class ShardedAdamW:
         self.adamw.step()
         if self.world > 1:
             for f in self.flats:
-                dist.all_gather_into_tensor(f["flat"], f["shard"])
+                all_gather(f["flat"], f["shard"])
 
     def zero_grad(self):
         for f in self.flats:
@@ -144,7 +149,7 @@ class ShardedAdamW:
                 shard = state.get(key, torch.zeros_like(f["shard"]))
                 full = torch.empty_like(f["flat"]) if self.world > 1 else shard
                 if self.world > 1:
-                    dist.all_gather_into_tensor(full, shard)
+                    all_gather(full, shard)
                 if self.rank == 0:
                     full = full.cpu()
                     for name, (at, shape) in f["places"].items():
@@ -281,7 +286,9 @@ class Parallel:
         return x.tolist()
 
     def close(self):
+        """Ends the group when every rank is done with it: one that leaves early breaks the others."""
         if self.world > 1:
+            dist.barrier()
             dist.destroy_process_group()
 
 
