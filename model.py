@@ -46,6 +46,8 @@ class ModelConfig:
     conv_width: int = 4
     chunk_len: int = 128                # positions per matrix product of the scan
     time_conditioning: bool = False
+    reverse_scan: bool = True           # False, an ablation: Mamba layers scan forward alone
+    detach_prefix: bool = False         # True, an ablation: block losses do not train the prefix
     rope_theta: float = 10_000.0
     rope_capacity: int = 262_144        # longest position that the rotary embedding is meant for
 
@@ -160,7 +162,7 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         d = config.d_model
-        self.n_head = config.n_head
+        self.n_head, self.detach_prefix = config.n_head, config.detach_prefix
         self.qkv = nn.Linear(d, 3 * d, bias=False)
         self.out_proj = nn.Linear(d, d, bias=False)
 
@@ -178,6 +180,8 @@ class Attention(nn.Module):
         b, n_clean, _ = clean.shape
         cos, sin = rope
         q_clean, k_clean, v_clean = self.project(clean, (cos[:n_clean], sin[:n_clean]))
+        if self.detach_prefix:
+            k_clean, v_clean = k_clean.detach(), v_clean.detach()
         parts = self.project(noisy.unflatten(0, (b, -1)).flatten(1, 2), rope)
         y_clean, y = ops.two_stream_attention(
             (q_clean if need_clean else None, k_clean, v_clean), parts, masks)
@@ -254,11 +258,14 @@ class BiMamba(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.fwd, self.rev = Mamba2(config), Mamba2(config)
+        self.reverse_scan, self.detach_prefix = config.reverse_scan, config.detach_prefix
         self.merged = None                              # see sample.prepare_for_inference
 
     def scan_both(self, u, conv=None, ssm=None):
         """Eq. partial-reverse: forward from the boundary state, reverse inside the block alone."""
         y_fwd = self.fwd(u, conv, ssm, want_states=False)[0]
+        if not self.reverse_scan:
+            return y_fwd
         return y_fwd + self.rev(u.flip(1), want_states=False)[0].flip(1)
 
     def two_stream(self, clean, noisy, rope, masks, need_clean):
@@ -268,6 +275,8 @@ class BiMamba(nn.Module):
         if clean.size(1) == 0:
             return clean, self.scan_both(noisy)
         y, conv, ssm = self.fwd(clean, block_len=noisy.size(1))
+        if self.detach_prefix:
+            conv, ssm = conv.detach(), ssm.detach()
         return y, self.scan_both(noisy, conv.flatten(0, 1), ssm.flatten(0, 1))
 
     def extend(self, u, state, lengths, rope, block_len):
@@ -488,13 +497,13 @@ class BlockDiffusionLM(nn.Module):
         """Logits (b, s, v) of every block at once: the deterministic inside of the objective."""
         return self.logits(self.all_block_hidden(x0, xt, t))
 
-    def draw_noise(self, x0, generator=None):
+    def draw_noise(self, x0, generator=None, stratum=(0, 1)):
         """
-        t (b, k) ~ U(1e-3, 1) and is_masked (b, s), each token with probability t of its block.
-        generator: None, a torch.Generator, or a list of b of them, which makes the noise of a
-        sequence independent of the batch that it is in.
+        t (b, k) ~ U(1e-3, 1), for a stratum (j, n) the j-th of n equal parts of it, and is_masked
+        (b, s), each token with probability t of its block. generator: None, a torch.Generator, or a
+        list of b, which makes the noise of a sequence independent of the batch that it is in.
         """
-        b, s = x0.shape
+        (b, s), (j, n) = x0.shape, stratum
         k = s // self.block_len_for(s)
         if not isinstance(generator, (list, tuple)):
             device = generator.device if generator is not None else x0.device
@@ -502,7 +511,7 @@ class BlockDiffusionLM(nn.Module):
         else:
             u = torch.stack([torch.rand(k + s, generator=g) for g in generator])
         u = u.to(x0.device)
-        t = 1e-3 + (1 - 1e-3) * u[:, :k]
+        t = 1e-3 + (1 - 1e-3) * (j + u[:, :k]) / n
         return t, u[:, k:] < t.repeat_interleave(s // k, 1)
 
     def forward(self, x0, generator=None):
@@ -542,8 +551,8 @@ class BlockDiffusionLM(nn.Module):
 
     @torch.no_grad()
     def prefill(self, x0, cache, chunk_tokens=4096):
-        """Appends finished blocks x0 (b, m), m a whole number of blocks, in chunks of bounded size.
-        Raises ModelError when the cache is too small."""
+        """Appends finished blocks x0 (b, m), m a whole number of blocks, in chunks of about chunk_tokens
+        over all rows, lest a tensor reach 2^31 elements. ModelError when the cache is too small."""
         if x0.size(1) == 0:
             return
         if self.config.full_sequence:
@@ -552,7 +561,7 @@ class BlockDiffusionLM(nn.Module):
         if int(cache.lengths.max()) + x0.size(1) > cache.max_len:
             raise ModelError(f"the cache holds {cache.max_len} tokens and cannot take "
                              f"{x0.size(1)} more; make it with a larger max_len")
-        step = max(chunk_tokens // l, 1) * l
+        step = max(chunk_tokens // (l * len(x0)), 1) * l
         c = self.condition_clean()
         for x in x0.split(step, 1):
             h, rope = self.embed(x), self.rope_after(cache, x.size(1))
@@ -620,13 +629,16 @@ class BlockDiffusionLM(nn.Module):
 # Checkpoints: one format, known only here
 
 def save_checkpoint(path, model, **extra):
-    """
-    Writes weights, configuration, versions and `extra` (tensors and plain values: tokenizer, step,
-    optimizer, ...) to path, atomically: a crash or a full disk leaves the old file as it was.
-    """
+    """Writes weights, configuration, versions and `extra` (tensors and plain values: tokenizer, step,
+    optimizer, ...) to path; see `save_atomically`."""
     state = {k.replace("_orig_mod.", ""): v for k, v in model.state_dict().items()}
-    record = dict(format="nanobdlm-1", config=dataclasses.asdict(model.config), model=state,
-                  versions=dict(torch=str(torch.__version__), python=platform.python_version()), **extra)
+    save_atomically(path, dict(
+        format="nanobdlm-1", config=dataclasses.asdict(model.config), model=state,
+        versions=dict(torch=str(torch.__version__), python=platform.python_version()), **extra))
+
+
+def save_atomically(path, record):
+    """torch.save, then a rename: a crash or a full disk leaves an old file as it was (ModelError)."""
     temporary = f"{path}.tmp"
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -639,8 +651,8 @@ def save_checkpoint(path, model, **extra):
         if os.path.exists(temporary):
             os.remove(temporary)
         if isinstance(error, (OSError, RuntimeError)):      # torch reports a short write as Runtime
-            raise ModelError(f"could not save {path} ({error}); the previous checkpoint is untouched, "
-                             f"free some space and use --resume") from error
+            raise ModelError(f"could not save {path} ({error}); an older file of that name is "
+                             f"untouched, free some space and try again") from error
         raise
 
 

@@ -181,9 +181,11 @@ def conv_boundaries(u, initial, block_len):
     Convolution states at every block boundary of u (b, s, c), given initial (b, w-1, c).
     Returns (b, s / block_len + 1, w-1, c): before each block, then after the last.
     """
-    w1 = initial.size(1)
-    columns = torch.cat([initial.to(u.dtype), u], 1)                           # (b, s + w1, c)
-    return columns.unfold(1, w1, block_len or max(u.size(1), 1)).transpose(2, 3)
+    w1, l = initial.size(1), block_len or max(u.size(1), 1)
+    if l < w1:                                          # a state spans several blocks
+        return torch.cat([initial.to(u.dtype), u], 1).unfold(1, w1, l).transpose(2, 3)
+    ends = u.unflatten(1, (-1, l))[:, :, l - w1:]                              # (b, k, w1, c)
+    return torch.cat([initial.to(u.dtype)[:, None], ends], 1)
 
 
 # ----------------------------------------------------------------------------------------------

@@ -131,6 +131,33 @@ def test_block_losses_reach_every_earlier_clean_token_through_mamba_states_alone
         assert reached[:8 * k].all() and not reached[8 * k:].any()
 
 
+@pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])
+def test_a_detached_prefix_changes_gradients_but_not_the_loss(name):
+    """The ablation: no loss reaches an earlier block's clean tokens, which the objective itself trains."""
+    losses, through_prefix = [], []
+    for detach in (False, True):
+        model = make_model(name, detach_prefix=detach)
+        x0 = torch.randint(0, 21, (1, 32))
+        x0[0, 0] = 21                                   # a token that appears in the first block alone
+        xt = torch.full_like(x0, model.config.mask_id)
+        hidden = model.all_block_hidden(x0, xt, torch.full((1, 4), 0.5, dtype=torch.float64))
+        loss = hidden[:, 8:].square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        through_prefix.append(float(model.embed.weight.grad[21].norm()))
+    assert losses[0] == losses[1] and through_prefix[0] > 0 and through_prefix[1] == 0
+
+
+def test_without_its_reverse_scan_a_mamba_layer_is_causal_inside_the_block():
+    for reverse_scan in (True, False):
+        mixer = make_model("mamba_h", reverse_scan=reverse_scan).layers[1].mixer
+        u = torch.randn(2, 8, 16, dtype=torch.float64)
+        later = u.clone()
+        later[:, 5:] += 1
+        same = torch.allclose(mixer.scan_both(u)[:, :5], mixer.scan_both(later)[:, :5])
+        assert same == (not reverse_scan)
+
+
 @all_models
 @both_times
 def test_all_block_loss_is_the_sum_of_per_block_losses_with_the_same_gradients(name, time_conditioning):
