@@ -44,6 +44,8 @@ d_model = 96
 d_state = 32
 mamba_head_dim = 64
 time_conditioning = False
+reverse_scan = True                     # two ablations: False scans forward alone,
+detach_prefix = False                   # True keeps block losses out of the prefix
 # optimisation
 batch_size = 2                          # sequences per step, over all devices
 micro_batch_size = 0                    # sequences a device holds at a time; 0: all of its share
@@ -224,6 +226,22 @@ def train_flops(config, s, masked=0.5):
 def bits_per_byte(nats_per_token, n_tokens, n_bytes):
     """Bits per UTF-8 byte of the source text."""
     return nats_per_token * n_tokens / math.log(2) / n_bytes
+
+
+def matmul_ceiling(dev, n=8192):
+    """Measured FLOP/s of a product of two n x n bf16 matrices of random numbers on this GPU: what a
+    model FLOPs utilisation (MFU) is a fraction of."""
+    a, b = torch.randn(2, n, n, device=dev).bfloat16()
+    times = []
+    for _ in range(8):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(5):
+            a @ b
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 5e3)
+    return 2 * n ** 3 / sorted(times[3:])[2]
 
 
 def pick_device(name):
@@ -427,7 +445,10 @@ def main():
             save_checkpoint(path, model, step=step, optimizer=state, tokenizer=tokenizer, settings=s)
 
     # 4. The loop.
-    flops = train_flops(config, seq_len) * batch_size
+    flops = train_flops(config, seq_len) * batch_size / parallel.world
+    ceiling = matmul_ceiling(dev) if dev.type == "cuda" else None
+    if ceiling:
+        say(f"{flops / 1e12:.1f} TFLOP a step and GPU; MFU is of {ceiling / 1e12:.0f} TFLOP/s, measured")
     bad_steps = skipped = 0
     losses, started, first = [], time.time(), step
     tick, val_loss = started, None
@@ -470,8 +491,9 @@ def main():
             done = (step - first) / (max_iters - first)
             eta = (now - started) * (1 - done) / done
             speed = f"{row['tok_per_s']:,} tok/s"
-            if dev.type == "cuda":
-                speed += f" | {flops / ms / 1e9 / parallel.world:.0f} TFLOP/s | {row['memory'] / 2**30:.1f} GiB"
+            if ceiling:
+                row["mfu"] = round(1000 * flops / ms / ceiling, 4)
+                speed += f" | MFU {100 * row['mfu']:.1f} % | {row['memory'] / 2**30:.1f} GiB"
             say(f"{step:>6}/{max_iters} {'#' * int(20 * step / max_iters):<20} loss {mean or math.nan:.4f} | "
                 f"lr {lr:.2e} | grad {norm:.2f} | {ms:.0f} ms | {speed} | ETA {duration(eta)}", flush=True)
             log.write(row)
@@ -508,9 +530,21 @@ def main():
     parallel.close()
 
 
+def lost_rank(error):
+    """Whether an error of a collective says that another process is gone or silent."""
+    words = ("peer", "timed out", "timeout", "connection", "socket", "nccl")
+    return dist.is_initialized() and any(word in str(error).lower() for word in words)
+
+
 if __name__ == "__main__":
     try:
         configure(globals())
         main()
     except (ConfigError, DataError, ModelError, ops.KernelError) as error:
         sys.exit(f"train.py: {error}")
+    except RuntimeError as error:
+        if not lost_rank(error):
+            raise
+        print(f"train.py: another process of this run is gone or silent ({str(error).splitlines()[0]}); "
+              f"the last checkpoint is in {out_dir}, start again with --resume", file=sys.stderr, flush=True)
+        os._exit(1)                     # a normal exit would wait for collectives that never end

@@ -164,6 +164,25 @@ def test_sigterm_saves_and_resume_goes_on(corpus, tmp_path):
     assert step >= 1 and read_log(out)[-1]["step"] == step
 
 
+def test_a_lost_process_ends_the_others_with_a_sentence(corpus, tmp_path):
+    out = str(tmp_path / "lost")
+    argv = TINY + [f"--data={corpus}", f"--out_dir={out}", "--max_iters=100000", "--dist_timeout=20"]
+    environment = dict(os.environ, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29571",
+                       PYTHONUNBUFFERED="1")
+    ranks = [subprocess.Popen([sys.executable, "train.py", *argv], cwd=ROOT, text=True,
+                              env=dict(environment, RANK=str(rank)), stdout=subprocess.DEVNULL,
+                              stderr=subprocess.PIPE) for rank in range(2)]
+    deadline = time.time() + 60
+    while not os.path.exists(os.path.join(out, "ckpt.pt")) and time.time() < deadline:
+        time.sleep(0.1)
+    ranks[1].kill()
+    message = ranks[0].communicate(timeout=60)[1]
+    ranks[1].communicate()
+    assert ranks[0].returncode not in (0, None)
+    assert "another process of this run is gone or silent" in message and "--resume" in message
+    assert load_checkpoint(os.path.join(out, "ckpt.pt"))["step"] >= 2
+
+
 def test_another_configuration_is_not_resumed(corpus, tmp_path):
     out = str(tmp_path)
     run(TINY + [f"--data={corpus}", f"--out_dir={out}"])
