@@ -34,6 +34,14 @@ HUB = {                             # `python data.py NAME`: repository, revisio
     "c4": ("allenai/c4", "main", r"en/c4-validation\..*\.json\.gz", "val"),
     "paloma": ("allenai/paloma", "main", r"c4_en/val/.*\.jsonl\.gz", "val"),
 }
+TASKS = {                           # `mcqa`: repository, configuration (a pattern), split
+    "hellaswag": ("Rowan/hellaswag", ".*", "validation"),
+    "piqa": ("baber/piqa", ".*", "validation"),
+    "arc_easy": ("allenai/ai2_arc", "ARC-Easy", "test"),
+    "arc_challenge": ("allenai/ai2_arc", "ARC-Challenge", "test"),
+    "boolq": ("google/boolq", ".*", "validation"),
+    "winogrande": ("allenai/winogrande", "winogrande_xl", "validation"),
+}
 
 
 class DataError(Exception):
@@ -375,6 +383,72 @@ def byte_baselines(train_tokens, val_tokens):
     bigram = bigram / bigram.sum(1, keepdims=True)
     bigram_bits = -np.log2(bigram)[np.append(256, val[:-1]), val].sum()
     return dict(unigram=float(unigram_bits / n_bytes), bigram=float(bigram_bits / n_bytes))
+
+
+# -- reading question sets ------------------------------------------------------------------------
+
+def task_paths(folder, wanted):
+    """{task: path} of a folder of question sets. Raises DataError for a missing or misnamed one."""
+    found = {path.stem: path for path in Path(folder).glob("*.jsonl")}
+    for name in [*wanted, *found]:
+        if name not in TASKS:
+            raise DataError(f"{name} is no task: the files of {folder} and --tasks are named "
+                            f"after {', '.join(TASKS)}")
+    missing = [name for name in wanted or found or ["question set"] if name not in found]
+    if missing:
+        raise DataError(f"{folder} holds no {missing[0]}: run python data.py mcqa --out {folder}")
+    return {name: found[name] for name in TASKS if name in (wanted or found)}
+
+
+def check_question(row):
+    """(contexts, choices, gold) of a row of a prepared question set. Raises ValueError."""
+    try:
+        choices, gold = row["choices"], row.get("gold")
+        contexts = row.get("contexts") or [row["context"]] * len(choices)
+        if len(contexts) != len(choices) or len(choices) < 2 or "" in map(str.strip, choices):
+            raise TypeError
+        "".join(contexts)                               # they are text
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError("not a prepared question with two answers or more: run python data.py "
+                         "mcqa") from None
+    if type(gold) is not int or not 0 <= gold < len(choices):
+        raise ValueError(f"no gold answer: give it as \"gold\", 0 to {len(choices) - 1}")
+    return contexts, choices, gold
+
+
+def encode_choices(tokenizer, contexts, choices, max_len):
+    """
+    ([(context, answer), one per choice], tokens cut). Context and choice are encoded as one string,
+    which is split where the context alone ends; a context's trailing spaces belong to the choice.
+    Contexts are cut on the left, all alike, so that the longest choice fits max_len.
+    """
+    pairs = []
+    for context, choice in zip(contexts, choices):
+        n = len(tokenizer.encode_ordinary(context.rstrip(" ")))
+        whole = tokenizer.encode_ordinary(context + choice)
+        if len(whole) <= n:
+            raise ValueError(f"the answer {choice!r} has no tokens: mend or remove the row")
+        pairs.append((whole[:n], whole[n:]))
+    room = max(0, max_len - max(len(answer) for _, answer in pairs))
+    cut = max(0, max(len(context) for context, _ in pairs) - room)
+    return [(context[cut:], answer) for context, answer in pairs], cut
+
+
+def load_questions(path, tokenizer, max_len, limit=0):
+    """The questions of a prepared <task>.jsonl: [dict(pairs, cut, gold)]. Raises DataError with the
+    line of a bad one."""
+    questions = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        try:
+            if line.strip() and not 0 < limit <= len(questions):
+                contexts, choices, gold = check_question(json.loads(line))
+                pairs, cut = encode_choices(tokenizer, contexts, choices, max_len)
+                questions.append(dict(pairs=pairs, cut=cut, gold=gold))
+        except ValueError as error:                     # JSON's too
+            raise DataError(f"{path}:{number}: {error}") from None
+    if not questions:
+        raise DataError(f"{path} holds no questions: run python data.py mcqa again")
+    return questions
 
 
 def show(path):

@@ -13,6 +13,7 @@ context ends, and a block's positions after the answer stay masked: nothing is k
 answer takes several blocks, each sees the earlier ones clean and nothing of the later ones.
 """
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -28,9 +29,9 @@ import ops
 import sample
 from bench import hardware
 from configurator import ConfigError, configure
-from data import DataError, TokenData, get_tokenizer, sha256
+from data import DataError, TokenData, get_tokenizer, load_questions, sha256, task_paths
 from model import PAPER_PARAMS, ModelError, load_model
-from prepare import TASKS, need
+from prepare import need
 from train import Parallel, bits_per_byte, noise_generators
 
 # ---------------------------------------------------------------------------------------------
@@ -77,9 +78,17 @@ PAPER = {
 
 # -- small pieces -----------------------------------------------------------------------------
 
-def ratio(numerator, denominator):
-    """Sum over sum of two arrays (n,), and its standard error over the n (nan if there is one)."""
-    n, total = len(numerator), denominator.sum()
+def batches(items, size):
+    """Slices of at most `size` items, and at least one."""
+    size = max(1, size)
+    return (items[i:i + size] for i in range(0, len(items), size))
+
+
+def ratio(numerator, denominator=1.0):
+    """Sum over sum of arrays (n,), and its standard error over the n (nan if there is one). With
+    the default denominator it is the mean and the standard error of the mean."""
+    n, denominator = len(numerator), denominator * np.ones(len(numerator))
+    total = denominator.sum()
     value = numerator.sum() / total if total else math.nan
     rest = np.square(numerator - value * denominator).sum()
     return value, math.sqrt(n / (n - 1) * rest) / total if n > 1 and total else math.nan
@@ -119,18 +128,6 @@ def masked_cross_entropy(model, hidden, target, tile_elements=2 ** 25):
 
 # -- perplexity -------------------------------------------------------------------------------
 
-def draw_noise(model, x0, generators, j=0, n=1):
-    """
-    model.draw_noise's t (b, k) and is_masked (b, s), from one generator per sequence; with n > 1,
-    t comes from the j-th of n equal parts of its range.
-    """
-    b, s = x0.shape
-    k = s // model.block_len_for(s)
-    u = torch.stack([torch.rand(k + s, generator=g) for g in generators]).to(x0.device)
-    t = 1e-3 + (1 - 1e-3) * (j + u[:, :k]) / n
-    return t, u[:, k:] < t.repeat_interleave(s // k, 1)
-
-
 @torch.no_grad()
 def sequence_nelbo(model, x0, is_masked, t):
     """
@@ -140,27 +137,26 @@ def sequence_nelbo(model, x0, is_masked, t):
     hidden = model.all_block_hidden(x0, x0.masked_fill(is_masked, model.config.mask_id), t)
     nll, hit = masked_cross_entropy(model, hidden[is_masked], x0[is_masked])
     weight = (1 / t.double()).repeat_interleave(x0.size(1) // t.size(1), 1)    # (b, s)
-    row = is_masked.nonzero()[:, 0]
     parts = torch.stack([nll * weight[is_masked], torch.ones_like(nll), hit.double()], 1)
-    return parts.new_zeros(len(x0), 3).index_add(0, row, parts)
+    return parts.new_zeros(len(x0), 3).index_add(0, is_masked.nonzero()[:, 0], parts)
 
 
 def nelbo_counts(model, x, parallel, autocast, seed, mc, stratified=False, batch_size=8):
     """
     sequence_nelbo of x (n, s) for mc noise samples: float64 (n, mc, 3), zero for the sequences of
-    other ranks. Noise is a function of (seed, sequence, sample) and of nothing else.
+    other ranks. Noise is a function of (seed, sequence, sample) and of nothing else; stratified, t
+    of sample j comes from the j-th of mc equal parts of its range.
     """
     counts = np.zeros((len(x), mc, 3))
     mine = range(parallel.rank, len(x), parallel.world)
     with progress(parallel, "perplexity", len(mine) * mc * x.size(1), "tok") as bar:
-        for i in range(0, len(mine), batch_size):
-            rows = list(mine[i:i + batch_size])
-            x0 = x[rows].to(parallel.device)
+        for rows in batches(mine, batch_size):
+            x0 = x[list(rows)].to(parallel.device)
             for j in range(mc):
                 generators = noise_generators(seed, [j << 32 | row for row in rows])
-                t, is_masked = draw_noise(model, x0, generators, *(j, mc) if stratified else ())
+                noise = model.draw_noise(x0, generators, (j, mc) if stratified else (0, 1))
                 with autocast():
-                    counts[rows, j] = sequence_nelbo(model, x0, is_masked, t).cpu()
+                    counts[rows, j] = sequence_nelbo(model, x0, *noise[::-1]).cpu()
                 bar.update(x0.numel())
     return counts
 
@@ -201,232 +197,169 @@ def evaluate_text(model, tokenizer, folder, parallel, autocast):
 
 
 # -- answers ----------------------------------------------------------------------------------
-# A question is (context, answers): tokens, and for each choice its (context, answer).
+# A question is a list of (context, answer), one for each choice, both lists of tokens.
 
 @dataclasses.dataclass
-class Part:
-    """The part of an answer that lies in one active block."""
-    owner: tuple                        # (question, choice)
+class Row:
+    """An active block with some tokens of an answer masked, which are scored."""
+    choice: tuple                       # (question, choice)
     prefix: tuple                       # clean tokens before the block: whole blocks
-    tokens: list                        # of the block, up to the answer's end; after it come masks
-    first: int                          # the first of them that belongs to the answer
-    at: int                             # its place in the answer, another for every block
+    xt: list                            # the block, masks at the scored places and past the answer
+    at: list                            # the scored places
+    target: list                        # the tokens there
+    weight: float                       # of their -log p in the score
 
 
-def answer_parts(config, owner, context, answer):
-    """The parts of one answer, in order: one per block, or one in all for a full-sequence model."""
-    n, whole = len(context), [*context, *answer]
-    l = len(whole) if config.full_sequence else config.block_len
-    return [Part(owner, tuple(whole[:start]), whole[start:start + l], max(n - start, 0),
-                 max(start - n, 0)) for start in range(n // l * l, len(whole), l)]
-
-
-def maskings(part, noise):
+def maskings(places, noise):
     """
-    [(offsets that are masked and scored, weight of their sum)]. noise None (pll): each answer token
-    alone. Else noise (mc, 2, m) uniform, for answers of at most m tokens: sample j masks an answer
-    token with probability t, weighted 1/t; t is drawn per block, stratified over the samples.
+    [(places that are masked and scored, weight)] for a range of places in an answer that share a
+    block. noise None (pll): each alone. Else noise (mc, 2, m) uniform, for answers of at most m
+    tokens: sample j masks a place with probability t and weight 1/t, t from the j-th stratum.
     """
-    offsets = range(part.first, len(part.tokens))
     if noise is None:
-        return [([i], 1.0) for i in offsets]
+        return [([place], 1.0) for place in places]
     mc = len(noise)
-    levels = 1e-3 + (1 - 1e-3) * (np.arange(mc) + noise[:, 0, part.at]) / mc
-    drawn = noise[:, 1, part.at:part.at + len(offsets)] < levels[:, None]
-    return [([part.first + i for i in row.nonzero()[0]], 1 / (t * mc))
+    levels = 1e-3 + (1 - 1e-3) * (np.arange(mc) + noise[:, 0, places.start]) / mc
+    drawn = noise[:, 1, places.start:places.stop] < levels[:, None]            # (mc, places)
+    return [([places[i] for i in row.nonzero()[0]], 1 / (t * mc))
             for row, t in zip(drawn, levels) if row.any()]
 
 
-@torch.no_grad()
-def score_rows(model, cache, rows, length, nll):
-    """
-    Adds weight * -log p of the masked answer tokens of every row to nll[question, choice]. rows:
-    [(row of the cache, part, offsets, weight)], all with active blocks of `length` tokens. A model
-    with timestep conditioning is told the block's masked fraction, as in sampling.
-    """
-    mask_id, dev = model.config.mask_id, cache.lengths.device
-    xt, hits = np.full((len(rows), length), mask_id), []
-    for i, (_, part, offsets, weight) in enumerate(rows):
-        xt[i, :len(part.tokens)] = part.tokens
-        xt[i, offsets] = mask_id
-        hits += [(i, j, part.tokens[j], part.owner, weight) for j in offsets]
-    row, at, target, owners, weights = zip(*hits)
-    index = torch.tensor([r[0] for r in rows], device=dev)
-    mine = dataclasses.replace(cache, lengths=cache.lengths[index], layers=[
-        tuple(part[index] for part in state) for state in cache.layers])
-    xt = torch.from_numpy(xt).to(dev)
-    hidden = model.denoise_hidden(xt, mine, (xt == mask_id).float().mean(1))   # (rows, length, d)
-    hidden, target = hidden[list(row), list(at)], torch.tensor(target, device=dev)
-    scored = masked_cross_entropy(model, hidden, target)[0].cpu().numpy()
-    np.add.at(nll, tuple(np.array(owners).T), scored * np.array(weights))
+def answer_rows(config, choice, context, answer, noise):
+    """The rows of one answer: block by block, or the whole window of a full-sequence model."""
+    n, whole = len(context), [*context, *answer]
+    l = len(whole) if config.full_sequence else config.block_len
+    for start in range(n // l * l, len(whole), l):
+        prefix, block = tuple(whole[:start]), whole[start:start + l]
+        places = range(max(start - n, 0), start - n + len(block))
+        for scored, weight in maskings(places, noise):
+            at = [n + place - start for place in scored]
+            xt = block + [config.mask_id] * (l - len(block))
+            for i in at:
+                xt[i] = config.mask_id
+            yield Row(choice, prefix, xt, at, [block[i] for i in at], weight)
 
 
-def score_answers(model, questions, parallel, rule, seed, mc, budget, what="answers"):
-    """
-    -log p of every choice, or its bound: float64 (questions, most choices) in nats, on all ranks.
-
-    questions: [[(context, answer), one per choice]], lists of tokens. rule "pll" or "nelbo"; noise
-    is a function of (seed, question), the same for all its choices. A distinct prefix is read once.
-    """
-    nll = np.zeros((len(questions), max(map(len, questions))))
-    by_size = sorted(range(len(questions)), key=lambda q: sum(map(len, questions[q][0])))
-    mine = by_size[parallel.rank::parallel.world]
-    with progress(parallel, what, len(mine), "question") as bar:
-        for i in range(0, len(mine), 256):              # bounds what is prepared at a time
-            groups, some = {}, mine[i:i + 256]
-            for q in some:
-                add_question(groups, model.config, q, questions[q], rule, seed, mc)
-            total = sum(len(rows) for group in groups.values() for rows in group.values())
-            for (prefix_len, length), prefixes in sorted(groups.items()):
-                at_a_time = max(1, budget // (prefix_len + length))
-                for cache, rows in prefilled(model, prefixes, prefix_len, length, at_a_time):
-                    score_rows(model, cache, rows, length, nll)
-                    bar.update(min(len(rows) * len(some) / total, len(mine) - bar.n))
-    return gather(parallel, nll)
-
-
-def add_question(groups, config, q, choices, rule, seed, mc):
-    """Sorts one question's maskings into groups {(prefix length, block length): {prefix: rows}}."""
+def question_rows(config, q, choices, rule, seed, mc):
+    """The rows of question q, the noise of nelbo being the same for all its choices."""
     noise = None
     if rule == "nelbo":
         generator, = noise_generators(seed, [q])
         longest = max(len(answer) for _, answer in choices)
         noise = torch.rand(mc, 2, longest, generator=generator).double().numpy()
     for c, (context, answer) in enumerate(choices):
-        for part in answer_parts(config, (q, c), context, answer):
-            length = len(part.tokens) if config.full_sequence else config.block_len
-            rows = groups.setdefault((len(part.prefix), length), {}).setdefault(part.prefix, [])
-            rows += [(part, *masking) for masking in maskings(part, noise)]
+        yield from answer_rows(config, (q, c), context, answer, noise)
 
 
-def prefilled(model, prefixes, prefix_len, length, at_a_time):
+def prefilled(model, rows, budget):
+    """Yields (cache, [(row of the cache, Row)]) for all rows: batches of one shape and of about
+    `budget` tokens, behind caches into which every distinct prefix is read once."""
+    shape = lambda row: (len(row.prefix), len(row.xt))
+    for (prefix_len, l), group in itertools.groupby(sorted(rows, key=shape), shape):
+        behind, at_a_time = {}, budget // (prefix_len + l)
+        for row in group:
+            behind.setdefault(row.prefix, []).append(row)
+        for prefixes in batches(list(behind), at_a_time):
+            cache = model.new_cache(len(prefixes), prefix_len, l)
+            model.prefill(torch.tensor(prefixes, device=cache.lengths.device).long(), cache)
+            placed = [(i, row) for i, prefix in enumerate(prefixes) for row in behind[prefix]]
+            for batch in batches(placed, at_a_time):
+                yield cache, batch
+
+
+@torch.no_grad()
+def score_rows(model, cache, rows, nll):
     """
-    Yields (cache, rows), at_a_time rows of each. The prefixes {tokens: [(part, offsets, weight)]}
-    are all prefix_len long, and each is read once. A row now begins with its place in the cache.
+    Adds the weighted -log p of [(row of the cache, Row)], of one shape, to nll[question, choice]. A
+    model with timestep conditioning is told the block's masked fraction, as in sampling.
     """
-    keys, dev = list(prefixes), model.embed.weight.device
-    for i in range(0, len(keys), at_a_time):
-        batch = keys[i:i + at_a_time]
-        cache = model.new_cache(len(batch), prefix_len, length)
-        model.prefill(torch.tensor(batch, dtype=torch.long, device=dev), cache)
-        rows = [(place, *row) for place, key in enumerate(batch) for row in prefixes[key]]
-        for j in range(0, len(rows), at_a_time):
-            yield cache, rows[j:j + at_a_time]
+    dev, mask_id = cache.lengths.device, model.config.mask_id
+    index = torch.tensor([i for i, _ in rows], device=dev)
+    mine = dataclasses.replace(cache, lengths=cache.lengths[index], layers=[
+        tuple(part[index] for part in state) for state in cache.layers])
+    xt = torch.tensor([row.xt for _, row in rows], device=dev)                 # (rows, l)
+    hidden = model.denoise_hidden(xt, mine, (xt == mask_id).float().mean(1))   # (rows, l, d)
+    i, at, target, choice, weight = zip(*(
+        (i, *scored, row.choice, row.weight) for i, (_, row) in enumerate(rows)
+        for scored in zip(row.at, row.target)))
+    nats, _ = masked_cross_entropy(model, hidden[list(i), list(at)],
+                                   torch.tensor(target, device=dev))
+    np.add.at(nll, tuple(zip(*choice)), nats.cpu().numpy() * weight)
+
+
+def score_answers(model, questions, parallel, rule, seed, mc, budget, what="answers"):
+    """
+    -log p of every choice, or its bound: float64 (questions, most choices) in nats, on all ranks.
+    rule "pll" or "nelbo"; noise is a function of (seed, question). About `budget` tokens at a time.
+    """
+    nll = np.zeros((len(questions), max(map(len, questions))))
+    by_size = sorted(range(len(questions)), key=lambda q: sum(map(len, questions[q][0])))
+    mine = by_size[parallel.rank::parallel.world]
+    with progress(parallel, what, len(mine), "question") as bar:
+        for some in batches(mine, 256):                 # bounds what is prepared at a time
+            rows = [row for q in some
+                    for row in question_rows(model.config, q, questions[q], rule, seed, mc)]
+            for cache, batch in prefilled(model, rows, budget):
+                score_rows(model, cache, batch, nll)
+                bar.update(min(len(batch) * len(some) / len(rows), len(mine) - bar.n))
+    return gather(parallel, nll)
 
 
 # -- question sets ----------------------------------------------------------------------------
 
-def check_question(row):
-    """(contexts, choices, gold) of a row of a prepared question set. Raises ValueError."""
-    try:
-        choices, gold = row["choices"], row.get("gold")
-        contexts = row.get("contexts") or [row["context"]] * len(choices)
-        if len(contexts) != len(choices) or len(choices) < 2 or "" in map(str.strip, choices):
-            raise TypeError
-        "".join(contexts)                               # they are text
-    except (KeyError, TypeError, AttributeError):
-        raise ValueError("not a prepared question with two answers or more: run python data.py "
-                         "mcqa") from None
-    if type(gold) is not int or not 0 <= gold < len(choices):
-        raise ValueError(f"no gold answer: give it as \"gold\", 0 to {len(choices) - 1}")
-    return contexts, choices, gold
+def credit(cost, exists, gold):
+    """cost (n, c) of the choices that exist, gold (n,) -> (n,): the chance that the gold choice is
+    picked, 1/m where m choices are cheapest alike, up to rounding."""
+    cost = np.where(exists, cost, np.inf)
+    best = cost.min(1, keepdims=True)
+    cheapest = cost <= best + 1e-6 * np.abs(best)
+    return cheapest[np.arange(len(gold)), gold] / cheapest.sum(1)
 
 
-def encode_choices(tokenizer, contexts, choices, max_len):
+def task_figures(questions, nll):
     """
-    ([(context, answer), one per choice], tokens cut). Context and choice are encoded as one string,
-    which is split where the context alone ends; a context's trailing spaces belong to the choice.
-    Contexts are cut on the left, all alike, so that the longest choice fits max_len.
+    A task's figures from nll (n, c), in percent, with standard errors over questions. Baselines:
+    chance; majority, always the same choice; uniform, the acc of a model to which all tokens are
+    equally likely. Its sums prefer the fewest tokens, so acc is to be read against `uniform`; per
+    token it ties everywhere, so acc_per_token is to be read against `chance`.
     """
-    pairs = []
-    for context, choice in zip(contexts, choices):
-        n = len(tokenizer.encode_ordinary(context.rstrip(" ")))
-        whole = tokenizer.encode_ordinary(context + choice)
-        if len(whole) <= n:
-            raise ValueError(f"the answer {choice!r} has no tokens: mend or remove the row")
-        pairs.append((whole[:n], whole[n:]))
-    room = max(0, max_len - max(len(answer) for _, answer in pairs))
-    cut = max(0, max(len(context) for context, _ in pairs) - room)
-    return [(context[cut:], answer) for context, answer in pairs], cut
+    gold, tokens = np.array([q["gold"] for q in questions]), np.zeros_like(nll)
+    for row, q in zip(tokens, questions):
+        row[:len(q["pairs"])] = [len(answer) for _, answer in q["pairs"]]
+    exists = tokens > 0
+    figures = dict(questions=len(gold), tokens=int(tokens.sum()),
+                   cut=sum(q["cut"] > 0 for q in questions),
+                   chance=float(100 * (1 / exists.sum(1)).mean()),
+                   majority=float(100 * np.bincount(gold).max() / len(gold)))
+    costs = dict(acc=nll, acc_per_token=nll / np.maximum(tokens, 1), uniform=tokens)
+    for name, cost in costs.items():
+        right = credit(cost, exists, gold)
+        figures[name], figures[f"{name}_se"] = (float(100 * x) for x in ratio(right))
+    return figures
 
 
-def load_questions(path, tokenizer, max_len, limit=0):
-    """The questions of a prepared <task>.jsonl. Raises DataError with the line of a bad one."""
-    questions = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        try:
-            if line.strip() and not 0 < limit <= len(questions):
-                contexts, choices, gold = check_question(json.loads(line))
-                pairs, cut = encode_choices(tokenizer, contexts, choices, max_len)
-                questions.append(dict(pairs=pairs, cut=cut, choices=choices, gold=gold))
-        except ValueError as error:                     # JSON's too
-            raise DataError(f"{path}:{number}: {error}") from None
-    if not questions:
-        raise DataError(f"{path} holds no questions: run python data.py mcqa again")
-    return questions
-
-
-def credit(scores, gold):
-    """Scores (n, c), -inf for choices that a question lacks, gold (n,) -> (n,): 1 if the gold score
-    is the best, 1/m if it is one of m equally good ones."""
-    best = scores == scores.max(1, keepdims=True)
-    return best[np.arange(len(gold)), gold] / best.sum(1)
-
-
-def task_figures(questions, nll, normalise=True):
-    """
-    A task's figures from nll (n, c), in percent, with standard errors over questions. acc_norm
-    divides by a choice's characters if `normalise`. Baselines: chance; majority, always the same
-    choice; uniform, a model to which all tokens are equally likely: the fewest tokens win.
-    """
-    gold, n = np.array([q["gold"] for q in questions]), len(questions)
-    exists, chars, tokens = np.zeros_like(nll, dtype=bool), np.ones_like(nll), np.zeros_like(nll)
-    for i, q in enumerate(questions):
-        count = len(q["choices"])
-        exists[i, :count], tokens[i, :count] = True, [len(answer) for _, answer in q["pairs"]]
-        if normalise:
-            chars[i, :count] = [len(choice.removeprefix(" ")) for choice in q["choices"]]
-    figures = dict(questions=n, tokens=int(tokens.sum()), cut=sum(q["cut"] > 0 for q in questions))
-    for name, cost in (("acc", nll), ("acc_norm", nll / chars), ("uniform", tokens)):
-        right = credit(np.where(exists, -cost, -np.inf), gold)
-        figures[name], figures[f"{name}_se"] = (100 * x for x in ratio(right, np.ones(n)))
-    return dict(figures, chance=float(100 * (1 / exists.sum(1)).mean()),
-                majority=float(100 * np.bincount(gold).max() / n))
-
-
-def task_paths(folder, wanted):
-    """{task: path} of a folder of question sets. Raises DataError for a missing or misnamed one."""
-    found = {path.stem: path for path in Path(folder).glob("*.jsonl")}
-    for name in [*wanted, *found]:
-        if name not in TASKS:
-            raise DataError(f"{name} is no task: the files of {folder} and --tasks are named "
-                            f"after {', '.join(TASKS)}")
-    missing = [name for name in wanted or found or ["question set"] if name not in found]
-    if missing:
-        raise DataError(f"{folder} holds no {missing[0]}: run python data.py mcqa --out {folder}")
-    return {name: found[name] for name in TASKS if name in (wanted or found)}
+def macro_average(tasks):
+    """The mean over tasks of every figure in percent, with the standard error that theirs make."""
+    macro = dict(questions=sum(r["questions"] for r in tasks))
+    for key in ("acc", "acc_per_token", "uniform", "chance", "majority"):
+        macro[key] = float(np.mean([r[key] for r in tasks]))
+    for key in ("acc_se", "acc_per_token_se", "uniform_se"):
+        macro[key] = math.hypot(*(r[key] for r in tasks)) / len(tasks)
+    return macro
 
 
 def evaluate_questions(model, tokenizer, parallel):
     """Every task of the folder `mcqa`, and the macro-average: {task: figures}."""
-    results, budget = {}, batch_size * model.config.seq_len
+    results = {}
     for name, path in task_paths(mcqa, tasks).items():
         started = time.time()
         questions = load_questions(path, tokenizer, model.config.seq_len, limit)
         nll = score_answers(model, [q["pairs"] for q in questions], parallel, score, seed, mc,
-                            budget, name)
-        # As in lm-evaluation-harness, yes and no, and one shared suffix, are not normalised.
-        r = task_figures(questions, nll, name not in ("boolq", "winogrande"))
-        seconds = time.time() - started
-        r.update(sha256=sha256(path), seconds=seconds, tok_per_s=r["tokens"] / seconds)
-        results[name] = r
-    of = lambda key: np.array([r[key] for r in results.values()])
-    macro = dict(questions=int(of("questions").sum()))
-    for key in ("acc", "acc_norm", "uniform"):
-        macro[f"{key}_se"] = float(np.sqrt(np.square(of(f"{key}_se")).sum()) / len(results))
-    for key in ("acc", "acc_norm", "chance", "majority", "uniform"):
-        macro[key] = float(of(key).mean())
-    return dict(results, macro=macro)
+                            batch_size * model.config.seq_len, name)
+        figures, seconds = task_figures(questions, nll), time.time() - started
+        results[name] = dict(figures, sha256=sha256(path), seconds=seconds,
+                             tok_per_s=figures["tokens"] / seconds)
+    return dict(results, macro=macro_average(list(results.values())))
 
 
 # -- generated text ---------------------------------------------------------------------------
@@ -452,44 +385,35 @@ def continuations(model, prompts, parallel):
     block = m + length if c.full_sequence else c.block_len
     mine = range(parallel.rank, n, parallel.world)
     with progress(parallel, "generation", len(mine) * length, "tok") as bar:
-        for i in range(0, len(mine), batch_size):
-            rows = list(mine[i:i + batch_size])
+        for rows in batches(mine, batch_size):
             sampler = sample.Sampler(noise_generators(seed, rows), mask_id=c.mask_id,
                                      tokens_per_step=tokens_per_step or max(block // 16, 1))
-            done = sample.generate(model, list(prompts[rows]), length, sampler)
+            done = sample.generate(model, list(prompts[list(rows)]), length, sampler)
             made[rows] = torch.stack(done.tokens)[:, m:].cpu()
             bar.update(len(rows) * length)
     return gather(parallel, made).astype(np.int64)
 
 
-def evaluate_generation(model, tokenizer, folder, parallel, half):
+def evaluate_generation(model, tokenizer, folder, parallel, judge_model):
     """
     Continuations of validation text beside that text's own: {"generated", "validation": figures}.
     With a judge, also both's NELBO under it given the prompt, in nats per token. Standard errors
     are over texts.
     """
     windows = TokenData(folder, "val", tokenizer.name).sequences(prompt_len + length, generate)
-    prompts, real = windows[:, :prompt_len], windows[:, prompt_len:].tolist()
-    other = None
-    if judge:
-        other, theirs, _ = open_checkpoint(judge, parallel.device)
-        other = other.to(torch.bfloat16) if half else other
-        if theirs.name != tokenizer.name:
-            raise ConfigError(f"the judge reads {theirs.name} tokens and the model writes "
-                              f"{tokenizer.name} tokens; choose a judge with the same tokenizer")
-    results, started = {}, time.time()
+    prompts, results, started = windows[:, :prompt_len], {}, time.time()
     made = continuations(model, prompts, parallel).tolist()
     seconds = time.time() - started
-    for name, texts in dict(generated=made, validation=real).items():
+    for name, texts in dict(generated=made, validation=windows[:, prompt_len:].tolist()).items():
         figures = [text_figures(text) for text in texts]
-        if other:
-            pairs, budget = zip(prompts.tolist(), texts), batch_size * other.config.seq_len
-            nats = score_answers(other, [[pair] for pair in pairs], parallel, "nelbo", seed, mc,
-                                 budget, "judge")[:, 0]
+        if judge_model:
+            questions = [[pair] for pair in zip(prompts.tolist(), texts)]
+            nats = score_answers(judge_model, questions, parallel, "nelbo", seed, mc,
+                                 batch_size * judge_model.config.seq_len, "judge")[:, 0]
             figures = [dict(f, nelbo=n / length) for f, n in zip(figures, nats)]
         results[name] = dict(texts=len(texts))
         for key in figures[0]:
-            value, se = ratio(np.array([f[key] for f in figures]), np.ones(len(texts)))
+            value, se = ratio(np.array([f[key] for f in figures]))
             results[name].update({key: value, f"{key}_se": se})
     results["generated"].update(seconds=seconds, tok_per_s=len(made) * length / seconds)
     return results
@@ -516,95 +440,118 @@ def open_checkpoint(path, dev):
         raise ModelError(f"{path} has {model.config.vocab_size} token ids, not those of its "
                          f"tokenizer, {name}; use a checkpoint made by train.py")
     return model, get_tokenizer(name), dict(
-        checkpoint=path, model=paper_name(model), parameters=model.n_params, tokenizer=name,
-        step=record.get("step"), lr=settings.get("learning_rate"), data=settings.get("data"))
+        checkpoint=path, sha256=sha256(path), model=paper_name(model), parameters=model.n_params,
+        tokenizer=name, step=record.get("step"), lr=settings.get("learning_rate"),
+        data=settings.get("data"))
+
+
+def open_judge(tokenizer, dev, dtype):
+    """(model, what is known of it) of the setting `judge`; (None, None) without one."""
+    if not judge:
+        return None, None
+    model, theirs, known = open_checkpoint(judge, dev)
+    if theirs.name != tokenizer.name:
+        raise ModelError(f"the judge reads {theirs.name} tokens and the model writes "
+                         f"{tokenizer.name} tokens; choose a judge with the same tokenizer")
+    return model.to(dtype), known
 
 
 def evaluate(path, parallel, half):
-    """All that the settings ask for of one checkpoint, printed as tables: a dict."""
+    """All that the settings ask for of one checkpoint: a dict."""
     def autocast():
         return torch.autocast(parallel.device.type, torch.bfloat16, enabled=half)
+    weights = torch.bfloat16 if half else torch.float32
     model, tokenizer, result = open_checkpoint(path, parallel.device)
-    folders = data or [result["data"] or "data/stdlib"]
-    result["text"] = {}
+    judge_model, result["judge"] = open_judge(tokenizer, parallel.device, weights)
     if parallel.rank == 0:
-        result["sha256"] = sha256(result["checkpoint"])
         print(f"\n{result['checkpoint']}: {result['model']}, {model.n_params:,} parameters, step "
               f"{result['step']}, {tokenizer.name} tokens, sha256 {result['sha256'][:12]}")
-    for folder in folders if data or not mcqa else []:
-        result["text"][folder] = evaluate_text(model, tokenizer, folder, parallel, autocast)
+    folders = data or [result["data"] or "data/stdlib"]
+    result["text"] = {folder: evaluate_text(model, tokenizer, folder, parallel, autocast)
+                      for folder in folders if data or not mcqa}
     # The cache has the dtype of the weights, so what goes through it runs with weights in bf16, as
     # sample.py does; perplexity is measured like train.py's, with fp32 weights under autocast.
-    model = model.to(torch.bfloat16) if half else model
+    model = model.to(weights)
     if mcqa:
         result["mcqa"] = evaluate_questions(model, tokenizer, parallel)
     if generate:
-        result["generate"] = evaluate_generation(model, tokenizer, folders[0], parallel, half)
-    if parallel.rank == 0:
-        show("text", result["text"], "ppl:2 bpb:4 acc:2 nelbo:4 nelbo_se_noise:4 bytes_per_token:3 "
-             "documents tokens tok_per_s:0")
-        show("task", result.get("mcqa", {}), "acc:2 acc_norm:2 chance:2 majority:2 uniform:2 "
-             "questions tokens cut tok_per_s:0")
-        show("generation", result.get("generate", {}), "texts entropy:3 distinct_1:3 distinct_2:3 "
-             "distinct_3:3 repetition:3 nelbo:3 tok_per_s:0")
+        result["generate"] = evaluate_generation(model, tokenizer, folders[0], parallel,
+                                                 judge_model)
     return result
 
 
-def cell(figures, key, digits="2"):
+def cell(figures, key, digits=2):
     """A figure, with its standard error where it has one, as text; None if it is not there."""
-    value, se = figures.get(key), figures.get(f"{key}_se", math.nan)
-    if value is None or isinstance(value, int):
-        return value and f"{value:,}"
-    return f"{value:,.{digits}f}" + (f" +- {se:.{digits}f}" if se == se else "")
+    value, se = figures.get(key, math.nan), figures.get(f"{key}_se", math.nan)
+    if isinstance(value, int):
+        return f"{value:,}"
+    error = "" if math.isnan(se) else f" +- {se:.{digits}f}"
+    return None if math.isnan(value) else f"{value:,.{digits}f}{error}"
 
 
-def show(what, results, columns):
-    """Prints {name: figures} as a table. columns: "key:digits ..."; those without a figure are left
+def print_table(columns):
+    """Prints [(header, cells)] aligned, the first column to the left; those without a cell are left
     out. +- is one standard error over sequences, questions or texts."""
-    table = {key: [cell(r, key, digits) for r in results.values()]
-             for key, _, digits in (column.partition(":") for column in columns.split())}
-    table = {what: list(results)} | {key: cells for key, cells in table.items() if any(cells)}
-    print_table(list(table), zip(*table.values()))
-
-
-def print_table(header, rows):
-    """Prints rows of text under a header: the first column to the left, the others to the right."""
-    rows = [["-" if text is None else str(text) for text in row] for row in [header, *rows]]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for first, *others in rows if len(rows) > 1 else []:
+    columns = [[header, *cells] for header, cells in columns if any(cells)]
+    columns = [["-" if text is None else str(text) for text in column] for column in columns]
+    widths = [max(map(len, column)) for column in columns]
+    for first, *others in zip(*columns):
         others = [text.rjust(width) for text, width in zip(others, widths[1:])]
         print("  ".join([first.ljust(widths[0]), *others]))
 
 
+def print_tables(result):
+    """One checkpoint's figures."""
+    for part, wanted in dict(
+            text="ppl:2 bpb:4 acc:2 nelbo:4 nelbo_se_noise:4 bytes_per_token:3 documents tokens "
+                 "tok_per_s:0",
+            mcqa="acc:2 acc_per_token:2 chance:2 majority:2 uniform:2 questions tokens cut "
+                 "tok_per_s:0",
+            generate="texts entropy:3 distinct_1:3 distinct_2:3 distinct_3:3 repetition:3 nelbo:3 "
+                     "tok_per_s:0").items():
+        rows = result.get(part, {})
+        keys = [column.partition(":")[::2] for column in wanted.split()]
+        print_table([(part, list(rows)), *(
+            (key, [cell(r, key, digits) for r in rows.values()]) for key, digits in keys)])
+
+
 def print_paper_table(results):
     """Several checkpoints in the layout of tab:validation-87m-full, the paper's figures beside."""
-    folders = list(dict.fromkeys(name for r in results for name in r["text"]))
-    header, rows = ["model", "LR", "paper"], []
-    for name in folders:
-        header += [f"{Path(name).name} PPL", "paper", "BPB", "paper", "acc", "paper"]
-    for r in results:
-        lr, *theirs = PAPER.get(r["model"], [None] * 8)
-        rows.append([r["model"], r["lr"], lr])
-        for name in folders:
-            at = dict(c4=0, paloma=3).get(Path(name).name)
-            for i, key in enumerate(("ppl", "bpb", "acc")):
-                rows[-1] += [cell(r["text"].get(name, {}), key)]
-                rows[-1] += [None if at is None else theirs[at + i]]
-        rows[-1] += [cell(r["mcqa"]["macro"], "acc"), theirs[6]] if mcqa else []
-    print("\nbeside the paper's best model of each kind")
-    print_table(header + ["MCQA", "paper"] * bool(mcqa), rows)
+    paper = [PAPER.get(r["model"], [None] * 8) for r in results]
+    columns = [("model", [r["model"] for r in results]), ("LR", [r["lr"] for r in results]),
+               ("paper", [p[0] for p in paper])]
+    for folder in dict.fromkeys(folder for r in results for folder in r["text"]):
+        name, ours = Path(folder).name, [r["text"].get(folder, {}) for r in results]
+        first = dict(c4=1, paloma=4).get(name)
+        for i, (key, label) in enumerate(dict(ppl="PPL", bpb="BPB", acc="acc").items()):
+            columns.append((f"{name} {label}", [cell(r, key) for r in ours]))
+            if first:
+                columns.append(("paper", [p[first + i] for p in paper]))
+    if mcqa:
+        columns.append(("MCQA", [cell(r["mcqa"]["macro"], "acc") for r in results]))
+        columns.append(("paper", [p[7] for p in paper]))
+    print("\nside by side, and with the paper's best model of the same shape")
+    print_table(columns)
 
 
 def check_settings():
-    """Raises ConfigError for settings that cannot work."""
-    for name in ("sequences", "mc", "batch_size", "prompt_len", "length"):
-        if globals()[name] < 1:
-            raise ConfigError(f"{name} is {globals()[name]}; it is at least 1")
+    """Raises ConfigError or DataError, before any work, for settings that cannot work."""
+    least = dict(sequences=1, mc=1, batch_size=1, prompt_len=1, length=1, seq_len=0, limit=0,
+                 generate=0, tokens_per_step=0)
+    for name, bound in least.items():
+        if globals()[name] < bound:
+            raise ConfigError(f"{name} is {globals()[name]}; it is at least {bound}")
     for name, choices in (("score", ("pll", "nelbo")), ("dtype", ("auto", "float32", "bfloat16"))):
         if globals()[name] not in choices:
             raise ConfigError(f"{name} is '{globals()[name]}'; it is one of {', '.join(choices)}")
     if not checkpoint:
         raise ConfigError("there is nothing to evaluate; name a file with --checkpoint=PATH")
+    if judge and not generate:
+        raise ConfigError("a judge scores generated text; add --generate=N")
+    if not Path(out or ".").absolute().parent.is_dir():
+        raise ConfigError(f"out is {out}, in a folder that does not exist; make it first")
+    if mcqa:
+        task_paths(mcqa, tasks)
 
 
 def main():
@@ -616,7 +563,11 @@ def main():
         print(f"{parallel.world} x {machine.get('name')} {'bf16' if half else 'fp32'} | torch "
               f"{machine['torch']} | {line} | seed {seed}, {mc} noise samples"
               f"{', stratified' if stratified else ''}", flush=True)
-    results = [evaluate(path, parallel, half) for path in checkpoint]
+    results = []
+    for path in checkpoint:
+        results.append(evaluate(path, parallel, half))
+        if parallel.rank == 0:
+            print_tables(results[-1])
     if parallel.rank == 0:
         if len(results) > 1:
             print_paper_table(results)

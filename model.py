@@ -629,8 +629,7 @@ class BlockDiffusionLM(nn.Module):
 # Checkpoints: one format, known only here
 
 def save_checkpoint(path, model, **extra):
-    """Writes weights, configuration, versions and `extra` (tensors and plain values: tokenizer, step,
-    optimizer, ...) to path; see `save_atomically`."""
+    """Writes weights, configuration, versions and `extra`, tensors and plain values, to path."""
     state = {k.replace("_orig_mod.", ""): v for k, v in model.state_dict().items()}
     save_atomically(path, dict(
         format="nanobdlm-1", config=dataclasses.asdict(model.config), model=state,
@@ -638,7 +637,7 @@ def save_checkpoint(path, model, **extra):
 
 
 def save_atomically(path, record):
-    """torch.save, then a rename: a crash or a full disk leaves an old file as it was (ModelError)."""
+    """torch.save and a rename: a crash or a full disk leaves an older file as it was. ModelError."""
     temporary = f"{path}.tmp"
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data import (HUB, SHARD_TOKENS, SPLITS, VERSION, DataError, SplitWriter, encode,
+from data import (HUB, SHARD_TOKENS, SPLITS, TASKS, VERSION, DataError, SplitWriter, encode,
                   get_tokenizer, prepare_stdlib, read_meta, sha256, show, write_json, write_meta)
 
 SAVE_TOKENS = 4_000_000             # at most this much is held in memory, or lost with a kill
@@ -361,16 +361,6 @@ def hub_sources(name, out, local=None):
 
 
 # -- question sets --------------------------------------------------------------------------------
-
-TASKS = {                           # repository, configuration (a pattern), split
-    "hellaswag": ("Rowan/hellaswag", ".*", "validation"),
-    "piqa": ("baber/piqa", ".*", "validation"),
-    "arc_easy": ("allenai/ai2_arc", "ARC-Easy", "test"),
-    "arc_challenge": ("allenai/ai2_arc", "ARC-Challenge", "test"),
-    "boolq": ("google/boolq", ".*", "validation"),
-    "winogrande": ("allenai/winogrande", "winogrande_xl", "validation"),
-}
-
 
 def hellaswag_clean(text):
     """HellaSwag's WikiHow part carries traces of the web page."""

@@ -1,9 +1,14 @@
 """Evaluation: likelihoods known exactly, invariance to batches and ranks, question sets, bad input."""
+import hashlib
 import importlib.util
 import itertools
 import json
 import math
 import os
+import re
+import runpy
+import subprocess
+import sys
 import types
 
 import numpy as np
@@ -12,10 +17,11 @@ import torch
 
 import eval as evaluation
 from conftest import ARCHITECTURES, BLOCK_MODELS, make_model
-from configurator import ConfigError, configure
-from data import DataError, get_tokenizer, prepare_stdlib
-from eval import (PAPER, answer_parts, credit, encode_choices, load_questions, nelbo_counts, nelbo_figures,
-                  ratio, score_answers, sequence_nelbo, task_figures, text_figures)
+from configurator import configure
+from data import (TASKS, DataError, encode_choices, get_tokenizer, load_questions, prepare_stdlib,
+                  task_paths)
+from eval import (PAPER, answer_rows, credit, masked_cross_entropy, nelbo_counts, nelbo_figures, ratio,
+                  score_answers, sequence_nelbo, task_figures, text_figures)
 from model import PAPER_PARAMS, BlockDiffusionLM, ModelConfig, ModelError, config_from_file, save_checkpoint
 from train import noise_generators
 
@@ -128,6 +134,8 @@ class ToyModel:
         self.config = types.SimpleNamespace(mask_id=3)
         self.head = types.SimpleNamespace(weight=torch.eye(4, dtype=torch.float64))
 
+    draw_noise = BlockDiffusionLM.draw_noise
+
     def block_len_for(self, s):
         return s
 
@@ -170,16 +178,34 @@ def test_the_number_does_not_depend_on_batch_size_rank_count_or_later_samples(na
 
 
 @all_models
-def test_evaluation_draws_the_noise_that_training_draws_and_stratified_t_stay_in_their_strata(name):
+def test_the_evaluated_number_is_the_training_objective_for_the_same_noise(name):
+    model = make_model(name)
+    x = torch.randint(0, 22, (3, 32), generator=torch.Generator().manual_seed(5))
+    loss = model(x, noise_generators(5, range(3))).detach()                    # nats per token
+    assert counts_of(model, x, seed=5)[..., 0].sum() / x.numel() == pytest.approx(float(loss))
+
+
+@all_models
+def test_stratified_noise_levels_stay_in_their_strata(name):
     model = make_model(name)
     x = torch.zeros(3, 32, dtype=torch.long)
-    for ours, theirs in zip(evaluation.draw_noise(model, x, noise_generators(5, range(3))),
-                            model.draw_noise(x, noise_generators(5, range(3)))):
-        assert torch.equal(ours, theirs)
+    whole, is_masked = model.draw_noise(x, noise_generators(5, range(3)))
     for j in range(4):
-        t, _ = evaluation.draw_noise(model, x, noise_generators(5, range(3)), j, 4)
-        low = (t - 1e-3) / (1 - 1e-3)
-        assert (low >= j / 4 - 1e-6).all() and (low <= (j + 1) / 4).all()
+        t, _ = model.draw_noise(x, noise_generators(5, range(3)), stratum=(j, 4))
+        torch.testing.assert_close(t - t.new_tensor(1e-3), (whole - 1e-3 + j * (1 - 1e-3)) / 4)
+    t, same = model.draw_noise(x, noise_generators(5, range(3)), stratum=(0, 1))
+    assert torch.equal(t, whole) and torch.equal(same, is_masked)
+
+
+def test_logits_and_log_sum_exp_are_fp32_whatever_the_model_runs_in():
+    model = make_model("mamba_h", torch.float32)
+    hidden = torch.randn(40, 16, generator=torch.Generator().manual_seed(8)).bfloat16()
+    target = torch.arange(40) % 22
+    exact = (hidden.double() @ model.head.weight[:-1].double().T).log_softmax(-1)
+    with torch.autocast("cpu", torch.bfloat16):
+        nats, hits = masked_cross_entropy(model, hidden, target, tile_elements=100)
+    torch.testing.assert_close(nats, -exact[torch.arange(40), target].detach(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(hits, exact.argmax(-1) == target) and hits.any() and not hits.all()
 
 
 def test_other_seeds_differ_by_about_the_stated_noise_error():
@@ -281,16 +307,17 @@ def test_a_context_is_read_once_for_all_choices_of_a_question(name, monkeypatch)
 
 
 @all_models
-def test_parts_cover_an_answer_once_and_only_whole_blocks_are_prefix(name):
+def test_rows_score_an_answer_once_and_only_whole_blocks_are_prefix(name):
     config = make_model(name).config
     for context, answer in itertools.chain(*make_questions()):
-        parts = answer_parts(config, (0, 0), context, answer)
-        seen = [token for part in parts for token in part.tokens[part.first:]]
-        assert seen == answer
-        for part in parts:
-            assert part.at == len(part.prefix) + part.first - len(context)
-            assert len(part.prefix) % config.block_len == 0 and len(part.tokens) - part.first > 0
-            assert config.full_sequence == (len(part.tokens) == len(context) + len(answer)) or not part.prefix
+        rows = list(answer_rows(config, (0, 0), context, answer, None))
+        assert [token for row in rows for token in row.target] == answer
+        for row, place in zip(rows, range(len(context), len(context) + len(answer))):
+            known = [*context, *answer, *[config.mask_id] * 8]
+            known[place] = config.mask_id
+            end = len(row.prefix) + len(row.xt)
+            assert [*row.prefix, *row.xt] == known[:end] and row.at == [place - len(row.prefix)]
+            assert not row.prefix if config.full_sequence else len(row.prefix) % 8 == end % 8 == 0
 
 
 # -- question sets -------------------------------------------------------------------------------
@@ -308,39 +335,67 @@ def write_rows(path, rows):
     return path
 
 
-def test_accuracy_its_normalisation_ties_and_baselines(tmp_path):
-    rows = make_rows(["q"] * 4, [["aa", "bbbb"], ["aa", "bb", "cc"], ["a", "b"], ["a", "b"]], [1, 0, 1, 1])
+def test_accuracy_per_token_accuracy_ties_and_baselines(tmp_path):
+    rows = make_rows(["q"] * 4, [["a", "bbb"], ["aa", "bb", "cc"], ["a", "b"], ["a", "b"]], [1, 0, 1, 1])
     rows = load_questions(write_rows(tmp_path / "arc_easy.jsonl", rows), BYTES, 99)
     nll = np.array([[2., 3., 0], [1., 2., 3.], [1., 1., 0], [5., 4., 0]])
     f = task_figures(rows, nll)
     assert f["acc"] == 100 * (0 + 1 + 0.5 + 1) / 4
-    assert f["acc_norm"] == 100 * (1 + 1 + 0.5 + 1) / 4  # 3 nats over 4 characters beat 2 over 2
-    assert task_figures(rows, nll, normalise=False)["acc_norm"] == f["acc"]
+    assert f["acc_per_token"] == 100 * (1 + 1 + 0.5 + 1) / 4                   # 3 nats / 4 beat 2 / 2
     assert f["chance"] == pytest.approx(100 * (0.5 + 1 / 3 + 0.5 + 0.5) / 4)
     assert f["majority"] == 75
     assert f["uniform"] == pytest.approx(100 * (0 + 1 / 3 + 0.5 + 0.5) / 4)
     assert f["acc_se"] == pytest.approx(100 * np.std([0, 1, 0.5, 1], ddof=1) / 2)
-    assert credit(np.array([[1., 1, -np.inf]]), np.array([0]))[0] == 0.5
 
 
-def test_a_uniform_model_scores_chance_within_its_error(tmp_path):
-    """Questions of 2 to 5 choices of one length: nothing but the gold answer can be right."""
-    g = np.random.default_rng(0)
-    counts = g.integers(2, 6, 200)
-    rows = make_rows(["q"] * 200, [[f"{g.integers(10, 99)}" for _ in range(n)] for n in counts],
-                     [int(g.integers(n)) for n in counts])
-    rows = load_questions(write_rows(tmp_path / "arc_easy.jsonl", rows), BYTES, 64)
-    model = make_model("mamba_h", torch.float32, vocab_size=258)
-    exactly = task_figures(rows, scores_of(uniform(model), [row["pairs"] for row in rows]))
-    assert exactly["acc"] == pytest.approx(exactly["uniform"]) == pytest.approx(exactly["chance"])
-    random = make_model("mamba_h", torch.float32, vocab_size=258)
-    f = task_figures(rows, scores_of(random, [row["pairs"] for row in rows]))
-    assert 0 < abs(f["acc"] - f["chance"]) < 3 * f["acc_se"] < 12
+def test_choices_that_differ_by_rounding_share_the_credit():
+    exists, gold = np.array([[True, True, False]]), np.array([0])
+    assert credit(np.array([[3 + 1e-9, 3, 0]]), exists, gold)[0] == 0.5
+    assert credit(np.array([[3 + 1e-4, 3, 0]]), exists, gold)[0] == 0
 
 
 def uniform(model):
     torch.nn.init.zeros_(model.head.weight)
     return model
+
+
+def test_a_uniform_model_scores_chance_per_token_and_its_baseline_in_sums(tmp_path):
+    """Questions of 2 to 5 choices of 1 to 6 tokens; then of one length, where both are chance."""
+    g = np.random.default_rng(0)
+    draw = lambda longest: [[str(g.integers(10 ** k, 10 ** (k + 1))) for k in g.integers(longest, size=n)]
+                            for n in g.integers(2, 6, 200)]
+    model = uniform(make_model("mamba_h", torch.float32, vocab_size=258))
+    for longest in (6, 1):
+        choices = draw(longest)
+        rows = make_rows(["q"] * 200, choices, [int(g.integers(len(c))) for c in choices])
+        rows = load_questions(write_rows(tmp_path / "arc_easy.jsonl", rows), BYTES, 64)
+        f = task_figures(rows, scores_of(model, [row["pairs"] for row in rows]))
+        assert f["acc_per_token"] == pytest.approx(f["chance"])
+        assert f["acc"] == pytest.approx(f["uniform"])
+    assert f["acc"] == pytest.approx(f["chance"])
+    torch.nn.init.normal_(model.head.weight)
+    f = task_figures(rows, scores_of(model, [row["pairs"] for row in rows]))
+    assert 0 < abs(f["acc"] - f["chance"]) < 3 * f["acc_se"] < 12
+
+
+@block_models
+def test_winogrande_scores_the_shared_suffix_and_arc_takes_3_to_5_choices(name, tmp_path):
+    """From the sets' own rows to likelihoods, each as the definition has it."""
+    import prepare
+    model = make_model(name, vocab_size=258, seq_len=64)
+    rows = [prepare.question("arc_challenge", dict(id=str(n), question="Why?", answerKey="C", choices=dict(
+        text=[f"it {i}" for i in range(n)], label=list("ABCDE"[:n]))), n) for n in (3, 4, 5)]
+    rows.append(prepare.question("winogrande", dict(
+        sentence="Ann beat Bob so _ won it.", option1="Ann", option2="Bob", answer="2"), 1))
+    rows = load_questions(write_rows(tmp_path / "arc_challenge.jsonl", rows), BYTES, 64)
+    assert [(bytes(c), bytes(a)) for c, a in rows[3]["pairs"]] == [
+        (b"Ann beat Bob so Ann", b" won it."), (b"Ann beat Bob so Bob", b" won it.")]
+    assert [row["gold"] for row in rows] == [2, 2, 2, 1]
+    nll = scores_of(model, [row["pairs"] for row in rows])
+    for row, scores in zip(rows, nll):
+        exact = [pll_without_cache(model, *pair) for pair in row["pairs"]]
+        np.testing.assert_allclose(scores[:len(exact)], exact, rtol=1e-9)
+    assert task_figures(rows, nll)["chance"] == pytest.approx(25 * (1 / 3 + 1 / 4 + 1 / 5 + 1 / 2))
 
 
 def test_context_and_choice_are_encoded_as_one_string_and_cut_on_the_left():
@@ -375,16 +430,16 @@ def test_bad_questions_are_refused_with_their_line(tmp_path, rows, message):
 
 def test_missing_and_misnamed_question_sets_are_refused(tmp_path):
     with pytest.raises(DataError, match="holds no question set: run python data.py mcqa"):
-        evaluation.task_paths(tmp_path / "nowhere", [])
+        task_paths(tmp_path / "nowhere", [])
     write_rows(tmp_path / "piqa.jsonl", [GOOD])
-    assert list(evaluation.task_paths(tmp_path, [])) == ["piqa"]
+    assert list(task_paths(tmp_path, [])) == ["piqa"]
     with pytest.raises(DataError, match="holds no boolq: run"):
-        evaluation.task_paths(tmp_path, ["boolq"])
+        task_paths(tmp_path, ["boolq"])
     with pytest.raises(DataError, match="quiz is no task"):
-        evaluation.task_paths(tmp_path, ["quiz"])
+        task_paths(tmp_path, ["quiz"])
     write_rows(tmp_path / "piqa_2.jsonl", [GOOD])
     with pytest.raises(DataError, match="piqa_2 is no task"):
-        evaluation.task_paths(tmp_path, [])
+        task_paths(tmp_path, [])
 
 
 def test_figures_of_a_text():
@@ -430,27 +485,92 @@ def run(*argv):
     module.main()
 
 
+def write_six_tasks(folder, questions=8):
+    for task in TASKS:
+        choices = [" a", " b", " c", " d"][:2 if task in ("piqa", "boolq", "winogrande") else 4]
+        write_rows(folder / f"{task}.jsonl",
+                   [dict(GOOD, task=task, choices=choices, gold=i % 2) for i in range(questions)])
+
+
 def test_everything_of_two_checkpoints_comes_as_tables_and_one_json_line(corpus, checkpoints, tmp_path, capsys):
-    write_rows(tmp_path / "boolq.jsonl", [dict(GOOD, gold=i % 2) for i in range(8)])
+    write_six_tasks(tmp_path)
     run(f"--checkpoint={checkpoints[0]},{os.path.dirname(checkpoints[1])}", f"--data={corpus}",
         f"--mcqa={tmp_path}", "--generate=3", "--prompt_len=9", "--length=20", f"--judge={checkpoints[1]}",
-        "--mc=2", f"--out={tmp_path / 'eval.json'}", "--sequences=40")
-    lines = capsys.readouterr().out.strip().splitlines()
+        "--mc=2", "--stratified", f"--out={tmp_path / 'eval.json'}", "--sequences=40")
+    printed = capsys.readouterr()
+    for bar in ("perplexity", "winogrande", "generation", "judge"):
+        assert re.search(rf"{bar}: +\d+%.*\[\d\d:\d\d<", printed.err), "no bar with an ETA"
+    lines = printed.out.strip().splitlines()
     record = json.loads(lines[-1])
     assert record == json.loads((tmp_path / "eval.json").read_text())
-    assert record["protocol"]["seed"] == 1337 and record["protocol"]["samples"] == 2
-    assert record["hardware"]["torch"] and all(len(r["sha256"]) == 64 for r in record["results"])
-    for r, kind in zip(record["results"], ("mamba_h", "attention")):
+    wanted = dict(seed=1337, samples=2, stratified=True, score="pll", dtype="float32", logits="float32")
+    assert wanted.items() <= record["protocol"].items() and record["ranks"] == 1
+    assert {"torch", "python", "name", "device"} <= set(record["hardware"])
+    for r, kind, path in zip(record["results"], ("mamba_h", "attention"), checkpoints):
         text, made = r["text"][corpus], r["generate"]
+        assert r["sha256"] == hashlib.sha256(open(path, "rb").read()).hexdigest()
+        assert r["judge"]["sha256"] == record["results"][1]["sha256"] and r["tokenizer"] == "bytes"
         assert r["model"] == kind and text["sequences"] == 40 and text["tokens"] == 40 * 32
-        assert 0 < text["bytes"] <= text["tokens"] and text["documents"] >= 1
+        assert 0 < text["bytes"] <= text["tokens"] and text["documents"] >= 1 and text["tok_per_s"] > 0
         assert abs(text["nelbo"] - math.log(257)) < 4 * text["nelbo_se"]
-        assert r["mcqa"]["macro"]["acc"] == r["mcqa"]["boolq"]["chance"] == 50
+        assert {f"{key}_se" for key in ("nelbo", "ppl", "bpb", "acc")} <= set(text)
+        assert set(r["mcqa"]) == {*TASKS, "macro"} and r["mcqa"]["boolq"]["majority"] == 50
+        assert r["mcqa"]["macro"]["acc"] == r["mcqa"]["macro"]["chance"] == 37.5    # the head is zero
         assert made["generated"]["texts"] == made["validation"]["texts"] == 3
         assert made["generated"]["distinct_2"] > made["validation"]["distinct_2"]
         assert made["generated"]["nelbo"] > 0 and made["validation"]["nelbo_se"] > 0
-    head = next(line for line in lines if line.startswith("model "))
-    assert "c4 PPL" in head and head.count("paper") == 1 + 3 + 1
+    head, ours, _ = lines[-4:-1]
+    assert "c4 PPL" in head and "MCQA" in head and len(head) == len(ours)
+
+
+def test_the_paper_is_beside_a_checkpoint_of_its_shape(checkpoints, capsys):
+    text = dict(c4=dict(ppl=60.0, ppl_se=1.0, bpb=1.2, acc=12.0))
+    results = [dict(model=name, lr=8e-3, text=text) for name in ("mamba_h_87m", "mamba_h")]
+    evaluation.print_paper_table(results)
+    head, first, second = capsys.readouterr().out.strip().splitlines()[1:]
+    assert first.split() == "mamba_h_87m 0.008 0.008 60.00 +- 1.00 61.59 1.20 1.3 12.00 11.92".split()
+    assert second.split() == "mamba_h 0.008 - 60.00 +- 1.00 - 1.20 - 12.00 -".split()
+
+
+def test_batch_1_batch_8_and_two_processes_give_the_same_digits(corpus, checkpoints, tmp_path, capsys):
+    write_rows(tmp_path / "piqa.jsonl", [dict(GOOD, context="x" * n, choices=[" b" * (n % 3 + 1), " cd"])
+                                         for n in range(1, 20)])
+    argv = [f"--checkpoint={trained(checkpoints[0], tmp_path)}", f"--data={corpus}", f"--mcqa={tmp_path}",
+            "--sequences=20", "--generate=5", "--prompt_len=9", "--length=20"]
+    printed = []
+    for size in (1, 8):
+        run(*argv, f"--batch_size={size}")
+        printed.append(capsys.readouterr().out)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d",
+         "--rdzv_endpoint=localhost:0", "eval.py", "--device=cpu", *argv], cwd=ROOT, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    printed.append(done.stdout)
+    records = [json.loads(text.splitlines()[-1]) for text in printed]
+    first, *others = (dict(digits(record["results"][0])) for record in records)
+    for figures in others:
+        assert figures == pytest.approx(first, rel=1e-5)
+    assert [record["ranks"] for record in records] == [1, 1, 2]
+    assert len(first) > 50 and len(set(first.values())) > 30 and first["mcqa/piqa/acc"] not in (0, 50, 100)
+
+
+def trained(path, folder):
+    """A checkpoint like the one at path, with weights at random: a zero head would score all alike."""
+    record = torch.load(path)
+    model = BlockDiffusionLM(ModelConfig(**record["config"]))
+    torch.nn.init.normal_(model.head.weight, std=0.5)
+    save_checkpoint(str(folder / "random.pt"), model, **{k: record[k] for k in ("step", "tokenizer", "settings")})
+    return folder / "random.pt"
+
+
+def digits(value, name=""):
+    """(name, value) of all numbers in a nested result but times."""
+    for key, part in value.items():
+        if isinstance(part, dict):
+            yield from digits(part, f"{name}{key}/")
+        elif isinstance(part, (int, float)) and key not in ("seconds", "tok_per_s"):
+            yield f"{name}{key}", part
 
 
 def test_what_is_not_asked_for_is_not_done(checkpoints, tmp_path, capsys):
@@ -464,26 +584,84 @@ def test_what_is_not_asked_for_is_not_done(checkpoints, tmp_path, capsys):
     assert result["mcqa"]["piqa"]["acc_se"] is None     # of one question there is no error to state
 
 
-def test_settings_and_checkpoints_that_cannot_work_are_refused(corpus, checkpoints, tmp_path):
-    for argv, error, message in (
-            (["--score=best"], ConfigError, "one of pll, nelbo"), (["--mc=0"], ConfigError, "mc is 0"),
-            ([f"--checkpoint={tmp_path}"], ModelError, "no checkpoint"),
-            ([f"--checkpoint={checkpoints[0]}", "--seq_len=33"], ModelError, "not whole blocks"),
-            ([f"--checkpoint={checkpoints[0]}", f"--mcqa={tmp_path}"], DataError, "no question set")):
-        with pytest.raises(error, match=message):
-            run(*argv)
+@pytest.fixture
+def bad(corpus, checkpoints, tmp_path):
+    """Names of what cannot work -> arguments."""
     model = BlockDiffusionLM(ModelConfig(vocab_size=300, seq_len=32, block_len=8, n_layer=1, n_head=2,
                                          d_model=32, d_state=8, mamba_head_dim=16))
-    other = str(tmp_path / "other.pt")
-    save_checkpoint(other, model, tokenizer="bytes")
-    with pytest.raises(ModelError, match="300 token ids, not those of its tokenizer, bytes"):
-        run(f"--checkpoint={other}")
+    for tokenizer in ("bytes", "gpt3"):
+        save_checkpoint(str(tmp_path / f"{tokenizer}.pt"), model, tokenizer=tokenizer)
+    (tmp_path / "empty.pt").write_bytes(b"")
     meta = json.loads(open(os.path.join(corpus, "meta.json")).read())
-    folder = tmp_path / "gpt2"
-    folder.mkdir()
-    (folder / "meta.json").write_text(json.dumps(dict(meta, tokenizer="gpt2")))
-    with pytest.raises(DataError, match="holds gpt2 tokens, not bytes tokens"):
-        run(f"--checkpoint={checkpoints[0]}", f"--data={folder}")
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "meta.json").write_text(json.dumps(dict(meta, tokenizer="gpt2")))
+    for name, rows in dict(empty=[], no_gold=[GOOD, dict(GOOD, gold=None)],
+                           no_tokens=[dict(GOOD, choices=[" b", ""])]).items():
+        (tmp_path / name).mkdir()
+        write_rows(tmp_path / name / "piqa.jsonl", rows)
+    (tmp_path / "misnamed").mkdir()
+    write_rows(tmp_path / "misnamed" / "pica.jsonl", [GOOD])
+    return dict(good=checkpoints[0], tmp=tmp_path)
+
+
+@pytest.mark.parametrize("argv, message", [
+    ("--checkpoint={tmp}", "there is no checkpoint at"),
+    ("--checkpoint={tmp}/empty.pt", "not a whole nanoBDLM checkpoint"),
+    ("--checkpoint={tmp}/bytes.pt", "300 token ids, not those of its tokenizer, bytes"),
+    ("--checkpoint={tmp}/gpt3.pt", "no tokenizer 'gpt3'"),
+    ("--checkpoint={good} --data={tmp}/gpt2", "holds gpt2 tokens, not bytes tokens"),
+    ("--checkpoint={good} --data={tmp}/nowhere", "holds no prepared data: run python data.py"),
+    ("--checkpoint={good} --mcqa={tmp}/nowhere", "holds no question set: run python data.py mcqa"),
+    ("--checkpoint={good} --mcqa={tmp}/empty", "piqa.jsonl holds no questions"),
+    ("--checkpoint={good} --mcqa={tmp}/misnamed", "pica is no task"),
+    ("--checkpoint={good} --mcqa={tmp}/no_gold", "piqa.jsonl:2: no gold answer"),
+    ("--checkpoint={good} --mcqa={tmp}/no_tokens", "piqa.jsonl:1: not a prepared question"),
+    ("--checkpoint={good} --seq_len=33", "33 tokens are not whole blocks"),
+    ("--checkpoint={good} --generate=2 --judge={tmp}/bytes.pt", "300 token ids"),
+    ("--checkpoint={good} --judge={good}", "add --generate=N"),
+    ("--checkpoint={good} --out={tmp}/none/eval.json", "in a folder that does not exist"),
+    ("--score=best", "one of pll, nelbo"), ("--mc=0", "mc is 0; it is at least 1"),
+    ("--checkpoint=[]", "name a file with --checkpoint"), ("--generate=-1", "generate is -1"),
+    ("--sequence=3", "did you mean sequences")])
+def test_bad_input_is_one_sentence_and_a_non_zero_exit(bad, monkeypatch, capsys, argv, message):
+    monkeypatch.setattr(sys, "argv", ["eval.py", *argv.format(**bad).split(), "--device=cpu"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(os.path.join(ROOT, "eval.py"), run_name="__main__")
+    error = stopped.value.code                          # text: printed, and the status is 1
+    assert error.startswith("eval.py: ") and message in error and "\n" not in error
+    assert '"eval"' not in capsys.readouterr().out
+
+
+def test_a_judge_of_another_tokenizer_is_refused(checkpoints, monkeypatch):
+    monkeypatch.setattr(evaluation, "judge", checkpoints[1])
+    theirs = types.SimpleNamespace(name="gpt2")
+    with pytest.raises(ModelError, match="judge reads bytes tokens and the model writes gpt2"):
+        evaluation.open_judge(theirs, torch.device("cpu"), torch.float32)
+
+
+QUESTIONS = os.path.join(ROOT, "..", "shared", "data")
+REAL = dict(hellaswag=4, piqa=2, arc_easy=4, boolq=2)
+
+
+@pytest.mark.skipif(not os.path.isdir(os.path.join(QUESTIONS, "eval")),
+                    reason="the question sets are not beside the repository")
+@pytest.mark.parametrize("block_len", [32, 512])
+def test_a_uniform_model_scores_chance_on_real_question_sets(block_len, tmp_path, monkeypatch, capsys):
+    import prepare
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", os.path.join(QUESTIONS, "gpt2_bpe"))
+    prepare.prepare_mcqa(tmp_path, local=os.path.join(QUESTIONS, "eval"))
+    model = BlockDiffusionLM(ModelConfig(seq_len=512, block_len=block_len, attn_every=2, n_layer=2, n_head=2,
+                                         d_model=16, d_state=8, mamba_head_dim=16, chunk_len=16))
+    save_checkpoint(str(tmp_path / "ckpt.pt"), model, tokenizer="gpt2")
+    run(f"--checkpoint={tmp_path}", f"--mcqa={tmp_path}", "--limit=40", "--batch_size=4")
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])["results"][0]["mcqa"]
+    assert set(result) == {*REAL, "macro"}
+    for task, n_choices in REAL.items():
+        r = result[task]
+        assert r["chance"] == pytest.approx(100 / n_choices, abs=1)            # ARC has some of 3 and 5
+        assert r["acc_per_token"] == pytest.approx(r["chance"])
+        assert r["acc"] == pytest.approx(r["uniform"])
+        assert abs(r["acc"] - r["chance"]) < 4 * max(r["acc_se"], 1)
 
 
 @pytest.mark.parametrize("name", PAPER)
