@@ -3,7 +3,8 @@
 A prepared folder holds uint16 shards (train_00000.bin, ...), for each split a table of every
 document's tokens and UTF-8 bytes, and meta.json, written last: a folder without it is unfinished.
 Documents lie one behind another, end-of-text after each; bits per byte divide by the bytes of the
-documents. The default corpus is made here; text and questions from elsewhere are prepare.py's.
+documents. Question sets are read here as well, one <task>.jsonl each. The default corpus is made
+here; text and questions from elsewhere are prepare.py's.
 
     python data.py stdlib                                   # the default corpus: no download
     python data.py jsonl *.jsonl.zst --val valid.jsonl --tokenizer gpt2 --out data/mine
@@ -160,16 +161,20 @@ class SplitWriter:
             self.documents += len(rows)
             self.utf8_bytes += int(rows[:, 1].sum())
         self.tokens, self.pending, self.rows, self.n_pending = at, [], [], 0
-        return dict(tokens=at, documents=self.documents, utf8_bytes=self.utf8_bytes)
+        return self.counts()
+
+    def counts(self):
+        """What is on disk so far: the arguments of a writer that goes on from here."""
+        return dict(tokens=self.tokens, documents=self.documents, utf8_bytes=self.utf8_bytes)
 
     def describe(self):
-        """This split's part of meta.json."""
+        """This split's part of meta.json, once all is saved."""
         shards = []
         for start in range(0, self.tokens, self.shard_tokens):
             path = self.out / f"{self.split}_{start // self.shard_tokens:05d}.bin"
             n = min(self.shard_tokens, self.tokens - start)
             shards.append(dict(file=path.name, tokens=n, sha256=sha256(path)))
-        return dict(**self.save(), shards=shards)
+        return dict(**self.counts(), shards=shards)
 
 
 def sha256(path):
@@ -178,7 +183,7 @@ def sha256(path):
 
 
 def write_meta(out, source, revision, tokenizer, writers, skipped=0, made_from=None):
-    """Describes a folder whose writers have saved, and so finishes it."""
+    """Writes and returns meta.json of a folder whose writers have saved, which finishes it."""
     meta = dict(
         format=VERSION, source=source, revision=revision, tokenizer=tokenizer,
         vocab_size=get_tokenizer(tokenizer).n_vocab, skipped=skipped, made_from=made_from,
@@ -207,6 +212,23 @@ def stdlib_texts(root):
             yield name, None
 
 
+def write_stdlib(out, root):
+    """Writes the .py files below root into the empty folder `out`. Raises DataError if too few."""
+    writers, skipped = {split: SplitWriter(out, split) for split in SPLITS}, 0
+    for name, text in stdlib_texts(root):
+        skipped += text is None
+        if text:
+            split = "val" if zlib.crc32(name.encode()) % 20 == 0 else "train"
+            writers[split].add(*encode(get_tokenizer("bytes"), text))
+    for split, writer in writers.items():
+        if not writer.save()["documents"]:
+            raise DataError(
+                f"{root} holds no Python source for the {split} split: use text of your own, "
+                f"{command_for('DIR')} --tokenizer bytes --val_fraction 0.05")
+    write_meta(out, "Python's standard library", platform.python_version(), "bytes", writers,
+               skipped)
+
+
 def prepare_stdlib(out="data/stdlib", root=None):
     """Prepares the running Python's own source as byte tokens, 1 file in 20 for validation.
 
@@ -222,20 +244,8 @@ def prepare_stdlib(out="data/stdlib", root=None):
     out.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=out.name + ".", dir=out.parent))
     try:
-        writers, skipped = {split: SplitWriter(work, split) for split in SPLITS}, 0
-        for name, text in stdlib_texts(root):
-            skipped += text is None
-            if text:
-                split = "val" if zlib.crc32(name.encode()) % 20 == 0 else "train"
-                writers[split].add(*encode(get_tokenizer("bytes"), text))
-        for split, writer in writers.items():
-            if not writer.save()["documents"]:
-                raise DataError(
-                    f"{root} holds no Python source for the {split} split: use text of your own, "
-                    f"{command_for('DIR')} --tokenizer bytes --val_fraction 0.05")
-        write_meta(work, "Python's standard library", platform.python_version(), "bytes", writers,
-                   skipped)
-        work.chmod(0o755)
+        write_stdlib(work, root)
+        work.chmod(0o755)           # mkdtemp's folder is for its owner alone
         os.rename(work, out)
     except OSError as error:        # or another process was first, with the same bytes
         if not (out / "meta.json").is_file():
@@ -293,13 +303,13 @@ class TokenData:
         info = self.meta["splits"][split]
         self.n_tokens, self.n_bytes = info["tokens"], info["utf8_bytes"]
         self.bytes_per_token = self.n_bytes / self.n_tokens
-        self.shards = [self._check(**shard) for shard in info["shards"]]
+        self.shards = [self._check(shard["file"], shard["tokens"]) for shard in info["shards"]]
         self.starts = np.cumsum([0] + [shard["tokens"] for shard in info["shards"]])
 
     def _damaged(self, what):
         return DataError(f"{what}: remove {self.path} and run {command_for(self.path)}")
 
-    def _check(self, file, tokens, sha256):
+    def _check(self, file, tokens):
         """The path of one shard, its header and length checked."""
         path = self.path / file
         if not path.is_file() or path.stat().st_size != HEADER_BYTES + 2 * tokens:
@@ -405,9 +415,9 @@ def check_question(row):
     try:
         choices, gold = row["choices"], row.get("gold")
         contexts = row.get("contexts") or [row["context"]] * len(choices)
-        if len(contexts) != len(choices) or len(choices) < 2 or "" in map(str.strip, choices):
+        if len(contexts) != len(choices) or len(choices) < 2:
             raise TypeError
-        "".join(contexts)                               # they are text
+        "".join(contexts + choices)                     # they are text
     except (KeyError, TypeError, AttributeError):
         raise ValueError("not a prepared question with two answers or more: run python data.py "
                          "mcqa") from None
@@ -426,7 +436,7 @@ def encode_choices(tokenizer, contexts, choices, max_len):
     for context, choice in zip(contexts, choices):
         n = len(tokenizer.encode_ordinary(context.rstrip(" ")))
         whole = tokenizer.encode_ordinary(context + choice)
-        if len(whole) <= n:
+        if not choice.strip() or len(whole) <= n:
             raise ValueError(f"the answer {choice!r} has no tokens: mend or remove the row")
         pairs.append((whole[:n], whole[n:]))
     room = max(0, max_len - max(len(answer) for _, answer in pairs))
@@ -438,13 +448,13 @@ def load_questions(path, tokenizer, max_len, limit=0):
     """The questions of a prepared <task>.jsonl: [dict(pairs, cut, gold)]. Raises DataError with the
     line of a bad one."""
     questions = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         try:
             if line.strip() and not 0 < limit <= len(questions):
                 contexts, choices, gold = check_question(json.loads(line))
                 pairs, cut = encode_choices(tokenizer, contexts, choices, max_len)
                 questions.append(dict(pairs=pairs, cut=cut, gold=gold))
-        except ValueError as error:                     # JSON's too
+        except ValueError as error:                     # that of JSON or UTF-8 too
             raise DataError(f"{path}:{number}: {error}") from None
     if not questions:
         raise DataError(f"{path} holds no questions: run python data.py mcqa again")

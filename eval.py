@@ -13,6 +13,7 @@ context ends, and a block's positions after the answer stay masked: nothing is k
 answer takes several blocks, each sees the earlier ones clean and nothing of the later ones.
 """
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -73,6 +74,13 @@ PAPER = {
     "mamba_h_87m": (8e-3, 61.59, 1.30, 11.92, 58.48, 1.28, 11.99, 35.58),
     "bdlm_attention_350m": (1.23e-3, 36.97, 1.14, None, 36.14, 1.13, None, 41.28),
     "mamba_h_350m": (2.65e-3, 38.24, 1.15, None, 36.81, 1.13, None, 43.29),
+}
+TABLES = {                              # parts of a result, and the columns of their tables
+    "text": "ppl:2 bpb:4 acc:2 nelbo:4 nelbo_se_noise:4 bytes_per_token:3 documents tokens "
+            "tok_per_s:0",
+    "mcqa": "acc:2 acc_per_token:2 chance:2 majority:2 uniform:2 questions tokens cut tok_per_s:0",
+    "generate": "texts entropy:3 distinct_1:3 distinct_2:3 distinct_3:3 repetition:3 nelbo:3 "
+                "tok_per_s:0",
 }
 
 
@@ -154,9 +162,9 @@ def nelbo_counts(model, x, parallel, autocast, seed, mc, stratified=False, batch
             x0 = x[list(rows)].to(parallel.device)
             for j in range(mc):
                 generators = noise_generators(seed, [j << 32 | row for row in rows])
-                noise = model.draw_noise(x0, generators, (j, mc) if stratified else (0, 1))
+                t, is_masked = model.draw_noise(x0, generators, (j, mc) if stratified else (0, 1))
                 with autocast():
-                    counts[rows, j] = sequence_nelbo(model, x0, *noise[::-1]).cpu()
+                    counts[rows, j] = sequence_nelbo(model, x0, is_masked, t).cpu()
                 bar.update(x0.numel())
     return counts
 
@@ -458,8 +466,7 @@ def open_judge(tokenizer, dev, dtype):
 
 def evaluate(path, parallel, half):
     """All that the settings ask for of one checkpoint: a dict."""
-    def autocast():
-        return torch.autocast(parallel.device.type, torch.bfloat16, enabled=half)
+    autocast = functools.partial(torch.autocast, parallel.device.type, torch.bfloat16, enabled=half)
     weights = torch.bfloat16 if half else torch.float32
     model, tokenizer, result = open_checkpoint(path, parallel.device)
     judge_model, result["judge"] = open_judge(tokenizer, parallel.device, weights)
@@ -500,17 +507,11 @@ def print_table(columns):
         print("  ".join([first.ljust(widths[0]), *others]))
 
 
-def print_tables(result):
-    """One checkpoint's figures."""
-    for part, wanted in dict(
-            text="ppl:2 bpb:4 acc:2 nelbo:4 nelbo_se_noise:4 bytes_per_token:3 documents tokens "
-                 "tok_per_s:0",
-            mcqa="acc:2 acc_per_token:2 chance:2 majority:2 uniform:2 questions tokens cut "
-                 "tok_per_s:0",
-            generate="texts entropy:3 distinct_1:3 distinct_2:3 distinct_3:3 repetition:3 nelbo:3 "
-                     "tok_per_s:0").items():
+def print_result(result):
+    """One checkpoint's figures as tables."""
+    for part, columns in TABLES.items():
         rows = result.get(part, {})
-        keys = [column.partition(":")[::2] for column in wanted.split()]
+        keys = [column.partition(":")[::2] for column in columns.split()]
         print_table([(part, list(rows)), *(
             (key, [cell(r, key, digits) for r in rows.values()]) for key, digits in keys)])
 
@@ -554,33 +555,37 @@ def check_settings():
         task_paths(mcqa, tasks)
 
 
+def write_record(results, dtype, **machine):
+    """Everything as one JSON line, printed, and written to `out` if that is set."""
+    protocol = dict(noise="t ~ U(1e-3, 1) per block, weight 1/t, per (seed, sequence, sample)",
+                    samples=mc, stratified=stratified, seed=seed, score=score, limit=limit,
+                    templates="lm-evaluation-harness 4e7e0d47", batch_size=batch_size, dtype=dtype,
+                    logits="float32")
+    record = dict(eval="nanobdlm-1", protocol=protocol, **machine, results=results)
+    text = json.dumps(record).replace(": NaN", ": null")            # JSON knows no NaN
+    print(text)
+    if out:
+        Path(out).write_text(text + "\n")
+
+
 def main():
     check_settings()
-    parallel = Parallel(device, dist_timeout)
+    parallel, results = Parallel(device, dist_timeout), []
     half = dtype == "bfloat16" or (dtype == "auto" and parallel.device.type == "cuda")
     line, machine = ops.select_kernels(kernels, parallel.device), hardware(parallel.device)
     if parallel.rank == 0:
         print(f"{parallel.world} x {machine.get('name')} {'bf16' if half else 'fp32'} | torch "
               f"{machine['torch']} | {line} | seed {seed}, {mc} noise samples"
               f"{', stratified' if stratified else ''}", flush=True)
-    results = []
     for path in checkpoint:
         results.append(evaluate(path, parallel, half))
         if parallel.rank == 0:
-            print_tables(results[-1])
+            print_result(results[-1])
     if parallel.rank == 0:
         if len(results) > 1:
             print_paper_table(results)
-        protocol = dict(noise="t ~ U(1e-3, 1) per block, weight 1/t, per (seed, sequence, sample)",
-                        samples=mc, stratified=stratified, seed=seed, score=score, limit=limit,
-                        templates="lm-evaluation-harness 4e7e0d47", batch_size=batch_size,
-                        dtype="bfloat16" if half else "float32", logits="float32")
-        record = dict(eval="nanobdlm-1", protocol=protocol, ranks=parallel.world, kernels=line,
-                      hardware=machine, results=results)
-        text = json.dumps(record).replace(": NaN", ": null")        # JSON knows no NaN
-        print(text)
-        if out:
-            Path(out).write_text(text + "\n")
+        write_record(results, "bfloat16" if half else "float32", ranks=parallel.world, kernels=line,
+                     hardware=machine)
     parallel.close()
 
 

@@ -83,7 +83,7 @@ def zstd_lines(file):
 
 
 def read_records(file, name, done):
-    """(line, bytes) of every document behind line `done`: a JSON line, or a stretch of plain text.
+    """(line, bytes) of every document after line `done`: a JSON line, or a stretch of plain text.
 
     Plain text is cut at a blank line after 10,000 bytes, or at any line's end after 100,000, so
     that memory stays flat and there is something to split; `line` is then the last line.
@@ -107,12 +107,12 @@ def read_records(file, name, done):
         yield number, b"".join(text)
 
 
-def read_batches(source, index, path, line):
-    """The batches of one source from behind `line` on. A damaged file ends in a bad document."""
-    batch, size = Batch(source, index, path), 0
+def read_batches(source, index, path, done):
+    """The batches of one source after line `done`. A damaged file ends in a bad document."""
+    batch, size, line = Batch(source, index, path), 0, done
     try:
         with open(path, "rb") as file:
-            for line, raw in read_records(file, source.name, line):
+            for line, raw in read_records(file, source.name, done):
                 batch.records.append((line, raw))
                 size += len(raw)
                 if size >= BATCH_BYTES:
@@ -169,9 +169,9 @@ def ordered_map(pool, function, items, ahead):
 class Preparation:
     """Makes sources into a prepared folder; what it writes is a function of its settings alone.
 
-    progress.json notes, at a document's end, how far reading and the writers are; whoever comes
-    back goes on from there. budget: stop behind the document with which the first source's split
-    has this many tokens. val_fraction: the share of documents, picked by checksum, for validation.
+    progress.json notes, at a document's end, how far reading and the writers are; a later run goes
+    on from there. budget: stop after the document with which the first source's split has this
+    many tokens. val_fraction: the share of documents, picked by checksum, for validation.
     """
 
     def __init__(self, out, sources, tokenizer, source, revision="", budget=0, val_fraction=0.0,
@@ -189,14 +189,16 @@ class Preparation:
         """Prepares what is not there yet and returns meta.json's content. Raises DataError."""
         tqdm, workers = need("tqdm").tqdm, workers or os.cpu_count()
         try:
-            if self.resume():
+            if self.finished():
+                self.clean()
                 return read_meta(self.out)
             with ThreadPoolExecutor(workers) as pool, tqdm(
                     desc=str(self.out), total=self.budget or None, initial=self.n_first(),
                     unit="tok", unit_scale=True, mininterval=0.5) as bar:
                 one = functools.partial(tokenise, self.tokenizer)
                 for batch in ordered_map(pool, one, self.batches(pool), 2 * workers + 1):
-                    self.take(batch, bar)
+                    self.take(batch)
+                    self.show_progress(batch, bar)
                     if self.full():
                         break
             self.save()
@@ -206,8 +208,8 @@ class Preparation:
                 f"{error.filename or self.out} cannot be written ({error.strerror}): make room, "
                 "run the same command again, and it goes on from where it was") from None
 
-    def resume(self):
-        """Takes up where progress.json is, or begins; true if there is nothing left to do."""
+    def finished(self):
+        """True if there is nothing left to do; else takes up where progress.json is, or begins."""
         self.out.mkdir(parents=True, exist_ok=True)
         names = [name for name in ("meta.json", "progress.json") if (self.out / name).is_file()]
         if not names and any(path.suffix != ".tmp" for path in self.out.iterdir()):
@@ -216,14 +218,16 @@ class Preparation:
         if names and saved.get("made_from") != self.made_from:
             raise DataError(f"{self.out} was made from other files or with other settings: remove "
                             "it, or choose another --out")
-        self.position, self.skipped = saved.get("position", [0, 0]), saved.get("skipped", 0)
         if "meta.json" in names:
-            return self.clean()
+            return True
+        self.position, self.skipped = saved.get("position", [0, 0]), saved.get("skipped", 0)
         size, counts = self.made_from["shard_tokens"], saved.get("splits", {})
         self.writers = {s: SplitWriter(self.out, s, size, **counts.get(s, {})) for s in SPLITS}
         self.save()
+        return False
 
     def n_first(self):
+        """Tokens of the first source's split so far."""
         writer = self.writers[self.sources[0].split]
         return writer.tokens + writer.n_pending
 
@@ -243,9 +247,8 @@ class Preparation:
             yield from read_batches(source, index, path, line)
             line = 0
 
-    def take(self, batch, bar):
+    def take(self, batch):
         """Adds one batch's documents in order, up to the budget or to one that is bad."""
-        before = sum(writer.n_pending for writer in self.writers.values())
         for line, tokens, what in batch.documents:
             if tokens is None:
                 self.bad(f"{batch.source.name}:{line}: {what}")
@@ -257,17 +260,19 @@ class Preparation:
                 break
         if batch.last and not self.full():
             self.position = [batch.index + 1, 0]
+        used_up = batch.last and self.out in batch.path.parents     # a download, read to its end
+        if used_up or sum(writer.n_pending for writer in self.writers.values()) > SAVE_TOKENS:
+            self.save()
+        if used_up:
+            batch.path.unlink(missing_ok=True)
+
+    def show_progress(self, batch, bar):
+        """Moves the bar, whose end, without a budget, is judged by the share of the files read."""
         size = sum(source.size for source in self.sources)
-        if size and not self.budget:        # judge the total by the share of the files that is read
+        if size and not self.budget:
             read = sum(source.size for source in self.sources[:batch.index]) + batch.read
             bar.total = int(self.n_first() * size / max(1, read))
-        bar.update(sum(writer.n_pending for writer in self.writers.values()) - before)
-        downloaded = self.out in batch.path.parents
-        if self.writers["train"].n_pending + self.writers["val"].n_pending > SAVE_TOKENS or \
-                batch.last and downloaded:
-            self.save()
-        if batch.last and downloaded:
-            batch.path.unlink(missing_ok=True)
+        bar.update(self.n_first() - bar.n)
 
     def bad(self, what):
         """Counts a bad document; without skip_bad, stops before it with all earlier ones saved."""
@@ -300,7 +305,6 @@ class Preparation:
         """Removes what only the preparation needed."""
         (self.out / "progress.json").unlink(missing_ok=True)
         shutil.rmtree(self.out / "download", ignore_errors=True)
-        return True
 
 
 def local_sources(paths, split):
@@ -437,37 +441,39 @@ def task_files(task, out, local):
     return hub_files(repo, "", rf".*{config}.*{split}.*\.(jsonl|parquet)", out, Path(local, repo))
 
 
-def prepare_mcqa(out="data/mcqa", tasks=None, local=None):
-    """Writes out/<task>.jsonl for the tasks (None: all, or all that `local` holds) and meta.json.
+def prepare_task(task, out, local):
+    """Writes out/<task>.jsonl and returns its part of meta.json. Raises DataError that names the
+    file and line of a bad row."""
+    names, fetch, revision = task_files(task, out, local)
+    rows = []
+    for name in names:
+        for number, row in read_rows(fetch(name)):
+            try:
+                rows.append(question(task, row, number))
+            except ValueError as error:
+                raise DataError(f"{fetch(name)}:{number}: {error}") from None
+    if not rows:
+        raise DataError(f"{fetch(names[0])} holds no questions")
+    temporary = out / f"{task}.jsonl.tmp"
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    os.replace(temporary, out / f"{task}.jsonl")
+    return dict(questions=len(rows), source=TASKS[task][0], split=TASKS[task][2], revision=revision,
+                files=names, sha256=sha256(out / f"{task}.jsonl"))
 
-    Returns meta.json's content. Raises DataError that names the file and line of a bad row.
-    """
-    out, found = Path(out), {}
+
+def prepare_mcqa(out="data/mcqa", tasks=None, local=None):
+    """Writes out/<task>.jsonl for the tasks (None: all, or all that `local` holds) and meta.json,
+    whose content it returns. Raises DataError."""
+    out = Path(out)
     if tasks is None:
         tasks = [task for task, (repo, *_) in TASKS.items()
                  if not local or Path(local, task).is_dir() or Path(local, repo).is_dir()]
     if not tasks:
         raise DataError(f"{local} has no folder named after one of {', '.join(TASKS)}")
     out.mkdir(parents=True, exist_ok=True)
-    for task in tasks:
-        names, fetch, revision = task_files(task, out, local)
-        rows = []
-        for name in names:
-            for number, row in read_rows(fetch(name)):
-                try:
-                    rows.append(question(task, row, number))
-                except ValueError as error:
-                    raise DataError(f"{fetch(name)}:{number}: {error}") from None
-        if not rows:
-            raise DataError(f"{fetch(names[0])} holds no questions")
-        temporary = out / f"{task}.jsonl.tmp"
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        os.replace(temporary, out / f"{task}.jsonl")
-        found[task] = dict(
-            questions=len(rows), source=TASKS[task][0], split=TASKS[task][2], revision=revision,
-            files=names, sha256=sha256(out / f"{task}.jsonl"))
-    old = read_meta(out)["tasks"] if (out / "meta.json").is_file() else {}
-    meta = dict(format=VERSION, template="lm-evaluation-harness 4e7e0d47", tasks={**old, **found})
+    made = {task: prepare_task(task, out, local) for task in tasks}
+    earlier = read_meta(out)["tasks"] if (out / "meta.json").is_file() else {}
+    meta = dict(format=VERSION, template="lm-evaluation-harness 4e7e0d47", tasks=earlier | made)
     write_json(out / "meta.json", meta)
     shutil.rmtree(out / "download", ignore_errors=True)
     return meta

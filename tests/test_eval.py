@@ -193,6 +193,10 @@ def test_stratified_noise_levels_stay_in_their_strata(name):
     for j in range(4):
         t, _ = model.draw_noise(x, noise_generators(5, range(3)), stratum=(j, 4))
         torch.testing.assert_close(t - t.new_tensor(1e-3), (whole - 1e-3 + j * (1 - 1e-3)) / 4)
+    counts = counts_of(model, x, seed=5, mc=4, stratified=True)
+    for j in range(4):
+        noise = model.draw_noise(x, noise_generators(5, [j << 32 | i for i in range(3)]), (j, 4))
+        np.testing.assert_allclose(counts[:, j], sequence_nelbo(model, x, *noise[::-1]))
     t, same = model.draw_noise(x, noise_generators(5, range(3)), stratum=(0, 1))
     assert torch.equal(t, whole) and torch.equal(same, is_masked)
 
@@ -331,7 +335,8 @@ def make_rows(contexts, choices, gold):
 
 
 def write_rows(path, rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(f"{line}\n" for line in lines), errors="surrogateescape")
     return path
 
 
@@ -419,7 +424,8 @@ GOOD = dict(task="piqa", id="1", context="a", choices=[" b", " c"], gold=0)
     ([GOOD, dict(GOOD, gold=None)], ":2: no gold answer"),
     ([dict(GOOD, gold=2)], "no gold answer"),
     ([dict(GOOD, gold=True)], "no gold answer"),
-    ([dict(GOOD, choices=[" b", "  "])], ":1: not a prepared question with two answers"),
+    ([GOOD, dict(GOOD, choices=[" b", "  "])], ":2: the answer '  ' has no tokens"),
+    (["caf\udce9"], ":1: 'utf-8' codec can't decode"), ([dict(GOOD, choices=[1, 2])], "not a prepared question"),
     ([dict(GOOD, choices=[" b"])], "not a prepared question"),
     ([dict(GOOD, contexts=["a"])], "not a prepared question"),
     (["[1]"], "not a prepared question"), ([dict(text="x")], "not a prepared question")])
@@ -615,7 +621,7 @@ def bad(corpus, checkpoints, tmp_path):
     ("--checkpoint={good} --mcqa={tmp}/empty", "piqa.jsonl holds no questions"),
     ("--checkpoint={good} --mcqa={tmp}/misnamed", "pica is no task"),
     ("--checkpoint={good} --mcqa={tmp}/no_gold", "piqa.jsonl:2: no gold answer"),
-    ("--checkpoint={good} --mcqa={tmp}/no_tokens", "piqa.jsonl:1: not a prepared question"),
+    ("--checkpoint={good} --mcqa={tmp}/no_tokens", "piqa.jsonl:1: the answer '' has no tokens"),
     ("--checkpoint={good} --seq_len=33", "33 tokens are not whole blocks"),
     ("--checkpoint={good} --generate=2 --judge={tmp}/bytes.pt", "300 token ids"),
     ("--checkpoint={good} --judge={good}", "add --generate=N"),
