@@ -9,7 +9,8 @@ eq. partial-reverse). All four models; a full-sequence model is one block as lon
 """
 import codecs
 import dataclasses
-import math
+import functools
+import hashlib
 import os
 import sys
 import time
@@ -20,8 +21,8 @@ import torch.nn.functional as F
 import ops
 from configurator import ConfigError, configure
 from data import DataError, get_tokenizer
-from model import (BiMamba, BlockDiffusionLM, ModelError, config_from_file, gated_norm,
-                   load_model)
+from model import (BiMamba, BlockDiffusionLM, Cache, ModelError, config_from_file, gated_norm,
+                   load_model, save_atomically)
 
 # ---------------------------------------------------------------------------------------------
 # Settings
@@ -31,6 +32,8 @@ init = ""                               # "random": untrained weights of model_c
 model_config = ""                       # a file of config/, for --init=random
 prompt = ""                             # text to continue; empty: a new document
 prompt_file = ""                        # or a UTF-8 file that holds it
+save_cache = ""                         # keep the prompt here as the model has read it
+load_cache = ""                         # such a file: it comes before the prompt
 length = 512                            # tokens to generate
 num_samples = 1                         # rows generated side by side
 order = "random"                        # random, confidence, threshold or first_hitting
@@ -70,6 +73,8 @@ class Sampler:
         if self.order not in ("random", "confidence", "threshold", "first_hitting"):
             raise ConfigError(f"order '{self.order}' is not one of random, confidence, threshold, "
                               f"first_hitting")
+        if self.order == "first_hitting":
+            self.tokens_per_step = 1
         if self.tokens_per_step < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
             raise ConfigError("tokens_per_step must be at least 1, temperature at least 0, and top_p "
                               "in (0, 1]")
@@ -107,52 +112,90 @@ def cut(logits, top_k, top_p):
     return logits
 
 
-def decode_block(xt, logits_fn, sampler, on_step=None):
+def take(x, at):
+    """x (b, l, d) at positions at (b, m) of each row -> (b, m, d)."""
+    return x.gather(1, at[..., None].expand(-1, -1, x.size(-1)))
+
+
+class ActiveBlock:
     """
-    Unmasks one block. xt (b, l): known tokens, or the mask. logits_fn(xt, t) -> (b, l, v), t (b,)
-    the masked fraction of each row. Returns x0 (b, l) without masks. Known tokens never change.
+    The block being unmasked and how far its decoder has come. A step has fixed shapes, changes these
+    tensors in place and never waits for the device, so that it can be a CUDA graph. What one reveals:
 
     random         the next p positions of a random order; p = 1 is exact ancestral sampling
     confidence     the p positions whose drawn token is most probable
     threshold      every position whose drawn token is at least so probable, and the most probable
     first_hitting  one random position at the time at which the reverse process first unmasks one
     """
-    b, l = xt.shape
-    xt, device = xt.clone(), xt.device
-    hitting = sampler.order == "first_hitting"
-    p = 1 if hitting else min(sampler.tokens_per_step, l)
-    if sampler.order in ("random", "first_hitting"):
-        ranks = sampler.uniform(l, device=device)
-        order = ranks.masked_fill(xt != sampler.mask_id, 2).argsort(1)         # known tokens last
-    t = (xt == sampler.mask_id).double().mean(1)
-    done = 0
-    while (masked := xt == sampler.mask_id).any():
-        active = masked.any(1)
-        if hitting:                                     # the largest of m uniforms on (0, t)
-            u = sampler.uniform(1, device=device, active=active)[:, 0]
-            t = t * u ** (1 / masked.sum(1).clamp(min=1))
-        else:
-            t = masked.double().mean(1)
-        logits = logits_fn(xt, t.float())
+
+    def __init__(self, b, l, sampler, device):
+        self.sampler, self.p = sampler, min(sampler.tokens_per_step, l)
+        self.xt = torch.full((b, l), sampler.mask_id, device=device)
+        self.t = torch.ones(b, dtype=torch.float64, device=device)
+        steps = -(-l // self.p)
+        self.order = torch.zeros(b, steps * self.p, dtype=torch.long, device=device)
+        self.done = torch.zeros(b, 1, dtype=torch.long, device=device)
+
+    def start(self, xt):
+        """Takes on xt (b, l), known tokens or the mask, and draws the order of its positions."""
+        sampler, l = self.sampler, xt.size(1)
+        self.xt.copy_(xt)
+        self.done.zero_()
+        masked = self.xt == sampler.mask_id
+        self.t.copy_(masked.double().mean(1))
         if sampler.order in ("random", "first_hitting"):
-            at = order[:, done:done + p]                                       # (b, p)
-            seen = logits.gather(1, at[..., None].expand(-1, -1, logits.size(-1)))
-            drawn = sampler.pick(seen, active)
-            reveal = torch.zeros_like(masked).scatter(1, at, True) & masked
-            x0 = xt.scatter(1, at, drawn)
-            done += p
+            ranks = sampler.uniform(l, device=self.xt.device)
+            self.order[:, :l] = ranks.masked_fill(~masked, 2).argsort(1)       # known tokens last
+            self.order[:, l:] = self.order[:, :1]       # fills the last step up: known by then
+
+    def reveal(self, logits_fn, active=None):
+        """One step. logits_fn(xt, t, at) -> logits (b, m, v) of the positions at (b, m), or of all where
+        at is None; t (b,). Rows that are not active (b,) draw nothing; None: all are."""
+        sampler, xt, at = self.sampler, self.xt, None
+        masked = xt == sampler.mask_id
+        if sampler.order == "first_hitting":            # the largest of m uniforms on (0, t)
+            u = sampler.uniform(1, device=xt.device, active=active)[:, 0]
+            self.t *= u ** (1 / masked.sum(1).clamp(min=1))
         else:
-            x0 = sampler.pick(logits, active)                                  # (b, l)
-            sure = logits.softmax(-1).gather(2, x0[..., None])[..., 0].masked_fill(~masked, -1)
-            best = sure.topk(1 if sampler.order == "threshold" else p, 1).indices
-            reveal = torch.zeros_like(masked).scatter(1, best, True)
-            if sampler.order == "threshold":
-                reveal |= sure >= sampler.threshold
-            reveal &= masked
-        xt = torch.where(reveal, x0, xt)
+            self.t.copy_(masked.double().mean(1))
+        if sampler.order in ("random", "first_hitting"):
+            at = self.order.gather(1, self.done + torch.arange(self.p, device=xt.device))
+            self.done += self.p
+        logits = logits_fn(xt, self.t.float(), at)
+        drawn = sampler.pick(logits, active)                                   # (b, m)
+        if at is None:
+            chosen = self.surest(logits, drawn, masked)
+        else:
+            chosen, drawn = torch.zeros_like(masked).scatter(1, at, True), xt.scatter(1, at, drawn)
+        xt.copy_(torch.where(chosen & masked, drawn, xt))
+
+    def surest(self, logits, drawn, masked):
+        """Where (b, l) to reveal tokens for their probability; logits (b, l, v), drawn, masked (b, l)."""
+        sure = logits.softmax(-1).gather(2, drawn[..., None])[..., 0].masked_fill(~masked, -1)
+        by_threshold = self.sampler.order == "threshold"
+        best = sure.topk(1 if by_threshold else self.p, 1).indices
+        chosen = torch.zeros_like(masked).scatter(1, best, True)
+        return chosen | (sure >= self.sampler.threshold) if by_threshold else chosen
+
+
+def decode_block(xt, logits_fn, sampler, on_step=None):
+    """
+    Unmasks one block, the plain way. xt (b, l): known tokens, or the mask. logits_fn(xt, t) ->
+    (b, l, v), t (b,) the masked fraction of each row. Returns x0 (b, l) without masks. Known tokens
+    never change. on_step(xt) sees the block after every step, in a tensor that the next one changes.
+    """
+    block = ActiveBlock(*xt.shape, sampler, xt.device)
+    block.start(xt)
+
+    def logits_at(xt, t, at):
+        logits = logits_fn(xt, t)
+        return logits if at is None else take(logits, at)
+
+    while (active := (block.xt == sampler.mask_id).any(1)).any():
+        block.reveal(logits_at, active)
         if on_step:
-            on_step(xt)
-    return xt
+            on_step(block.xt)
+    return block.xt
 
 
 # ---------------------------------------------------------------------------------------------
@@ -240,7 +283,8 @@ def prepare_for_inference(model, dtype):
         model.folded = True
     for layer in model.layers:
         if isinstance(layer.mixer, BiMamba):
-            layer.mixer.merged = MergedMamba(layer.mixer, dtype)
+            if layer.mixer.reverse_scan:
+                layer.mixer.merged = MergedMamba(layer.mixer, dtype)
             layer.mixer.fwd.joined = layer.mixer.fwd.join_projections().to(dtype)
     pad = (0, 0, 0, -model.config.vocab_size % 64)
     model.head.weight = torch.nn.Parameter(F.pad(model.head.weight, pad))
@@ -251,41 +295,103 @@ def prepare_for_inference(model, dtype):
 
 
 # ---------------------------------------------------------------------------------------------
+# A prompt that is read once and continued many times
+
+@dataclasses.dataclass
+class Prefix:
+    """A prompt as a model has read it. The tokens behind the last whole block are not in the cache:
+    they are the known part of the first block that is generated."""
+    tokens: torch.Tensor                # (m,) int64, all of the prompt
+    cache: Cache                        # of one row, exactly as long as the prompt's whole blocks
+
+
+def copy_row(source, target):
+    """Makes the empty one-row cache `target` hold what the shorter or equal `source` holds."""
+    for theirs, mine in zip(source.layers, target.layers):
+        for a, b in zip(theirs, mine):
+            b[tuple(slice(n) for n in a.shape)].copy_(a)
+    target.lengths.copy_(source.lengths)
+
+
+def read_prefix(model, tokens, before=None):
+    """The Prefix of tokens (m,), after those of the Prefix `before` if there is one."""
+    tokens = tokens.cpu() if before is None else torch.cat([before.tokens, tokens.cpu()])
+    l = model.config.block_len
+    cache = model.new_cache(1, len(tokens) // l * l)
+    if before is not None:
+        copy_row(before.cache, cache)
+    held = int(cache.lengths)
+    model.prefill(tokens[None, held:cache.max_len].to(cache.lengths.device), cache)
+    return Prefix(tokens, cache)
+
+
+def fingerprint(model):
+    """sha256 of the configuration and of every weight as it is now, with its name and dtype."""
+    digest = hashlib.sha256(repr(model.config).encode())
+    for name, p in model.named_parameters():
+        digest.update(f"{name} {p.dtype} {tuple(p.shape)}".encode())
+        digest.update(p.detach().contiguous().view(torch.uint8).cpu().numpy())
+    return digest.hexdigest()
+
+
+def save_prefix(path, model, prefix):
+    """Writes a Prefix, atomically. Raises ModelError where that fails, or the model has no cache."""
+    if model.config.full_sequence:
+        raise ModelError("a full-sequence model has no prefix cache to save: give it the prompt itself")
+    layers = [tuple(part.cpu() for part in state) for state in prefix.cache.layers]
+    save_atomically(path, dict(format="nanobdlm-prefix-1", fingerprint=fingerprint(model),
+                               tokens=prefix.tokens, layers=layers))
+
+
+def load_prefix(path, model):
+    """Reads a Prefix as plain data, left on disk until it is copied. Raises ModelError if it is no
+    whole file of this kind, or was made by other weights, another configuration or another dtype."""
+    if model.config.full_sequence:
+        raise ModelError("a full-sequence model has no prefix cache to load: give it the prompt itself")
+    if not os.path.isfile(path):
+        raise ModelError(f"there is no saved cache at {path}; make one with --save_cache={path}")
+    try:
+        record = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if record["format"] != "nanobdlm-prefix-1":
+            raise KeyError(record["format"])
+    except Exception as error:
+        raise ModelError(f"{path} is not a whole saved cache (truncated or another format: "
+                         f"{type(error).__name__}); make it again with --save_cache") from error
+    if record["fingerprint"] != fingerprint(model):
+        raise ModelError(f"{path} was saved with other weights, another configuration or another dtype; "
+                         f"make it again with --save_cache")
+    held = len(record["tokens"]) // model.config.block_len * model.config.block_len
+    return Prefix(record["tokens"], Cache(record["layers"], torch.tensor([held]), held))
+
+
+# ---------------------------------------------------------------------------------------------
 # The engine
 
-class BlockDecoder:
+class BlockDecoder(ActiveBlock):
     """
-    The fast engine for order=random: every step has fixed shapes, reads the prefix length on the
-    device and never waits for the host, so on a GPU a step is one CUDA graph. Three exact savings:
-    the commit of a finished block is one pass with the first step of the next; the head sees only
-    the p positions that may be revealed; weights are those of `prepare_for_inference`.
-    Draws are those of `decode_block`, in the same order.
+    The fast engine: a step reads the prefix length on the device, so on a GPU it is one CUDA graph.
+    Three exact savings: the commit of a finished block is one pass with the first step of the next;
+    in a random order the head sees only the p positions that may be revealed; weights are those of
+    `prepare_for_inference`. Draws are those of `decode_block`, in the same order.
     """
 
     def __init__(self, model, cache, sampler, block_len, graphs):
-        b, device = len(sampler.generators), model.embed.weight.device
-        self.model, self.cache, self.sampler = model, cache, sampler
-        self.xt = torch.full((b, block_len), sampler.mask_id, device=device)
+        super().__init__(len(sampler.generators), block_len, sampler, model.embed.weight.device)
+        self.model, self.cache = model, cache
         self.finished = self.xt.clone()                 # the block before, to be committed
-        self.order = torch.arange(block_len, device=device).repeat(b, 1)      # positions as revealed
-        self.done = torch.zeros(b, 1, dtype=torch.long, device=device)
-        self.graphs = {}
+        self.passes, self.graphs = 0, {}
         if graphs:
             self.capture()
 
     def step(self, commit):
         """One denoising step, after committing the finished block if `commit`."""
-        sampler, p = self.sampler, self.sampler.tokens_per_step
-        t = (self.xt == sampler.mask_id).double().mean(1).float()
-        if commit:
-            hidden = self.model.commit_and_denoise_hidden(self.finished, self.xt, self.cache, t)
-        else:
-            hidden = self.model.denoise_hidden(self.xt, self.cache, t)
-        at = self.order.gather(1, self.done + torch.arange(p, device=self.xt.device))
-        hidden = hidden.gather(1, at[..., None].expand(-1, -1, hidden.size(-1)))
-        drawn, known = sampler.pick(self.model.logits(hidden)), self.xt.gather(1, at)
-        self.xt.scatter_(1, at, torch.where(known == sampler.mask_id, drawn, known))
-        self.done += p
+        def logits_fn(xt, t, at):
+            if commit:
+                hidden = self.model.commit_and_denoise_hidden(self.finished, xt, self.cache, t)
+            else:
+                hidden = self.model.denoise_hidden(xt, self.cache, t)
+            return self.model.logits(hidden if at is None else take(hidden, at))
+        self.reveal(logits_fn)
 
     def capture(self):
         """Records both kinds of step as CUDA graphs. The cache must be empty, and is afterwards."""
@@ -313,18 +419,29 @@ class BlockDecoder:
         self.done.zero_()
         self.cache.clear()
 
-    def decode(self, xt, commit, count):
-        """Unmasks xt (b, l), `count` masked tokens in its fullest row. `commit` appends the block
-        decoded before it first. Returns x0 (b, l), a tensor that the next call overwrites."""
+    def decode(self, xt, commit, counts, on_step=None):
+        """
+        Unmasks xt (b, l), which has `counts` masked tokens: a number, or one for each row. `commit`
+        appends the block decoded before it first. Returns x0 (b, l), a tensor that the next call
+        overwrites; on_step as in `decode_block`. Only order=threshold has to ask the device, after
+        every step, how many tokens are left.
+        """
         self.finished.copy_(self.xt)
-        self.xt.copy_(xt)
-        ranks = self.sampler.uniform(xt.size(1), device=xt.device)
-        self.order.copy_(ranks.masked_fill(xt != self.sampler.mask_id, 2).argsort(1))
-        self.done.zero_()
-        steps = -(-count // self.sampler.tokens_per_step)
-        for i in range(steps):
-            now = commit and i == 0
-            self.graphs[now].replay() if self.graphs else self.step(now)
+        self.start(xt)
+        counts = torch.as_tensor(counts).expand(len(xt)).tolist()
+        while any(n > 0 for n in counts):
+            idle = [g for g, n in zip(self.sampler.generators, counts) if n <= 0]
+            states = [g.get_state() for g in idle]      # a finished row must seem to draw nothing
+            self.graphs[commit].replay() if self.graphs else self.step(commit)
+            for g, state in zip(idle, states):
+                g.set_state(state)
+            commit, self.passes = False, self.passes + 1
+            if self.sampler.order == "threshold":
+                counts = (self.xt == self.sampler.mask_id).sum(1).tolist()
+            else:
+                counts = [n - self.p for n in counts]
+            if on_step:
+                on_step(self.xt)
         return self.xt
 
 
@@ -338,35 +455,32 @@ class Generation:
 
 
 @torch.no_grad()
-def generate(model, prompts, length, sampler, stop_token=None, on_block=None, on_step=None, engine="auto"):
+def generate(model, prompts, length, sampler, stop_token=None, on_block=None, on_step=None,
+             engine="auto", prefix=None):
     """
     Continues every prompt by `length` tokens.
 
     prompts: list of 1-D int64 tensors, possibly of different lengths; sampler: Sampler with one
     generator per prompt; stop_token: end a row after it. on_block(row, tokens) is called with the
     new tokens of a row after each block, on_step(xt) after each denoising step. engine: "simple",
-    "fused" (BlockDecoder), "graphs" (the same in CUDA graphs), or "auto": graphs on CUDA and simple
-    elsewhere, and simple where the order or ragged rows ask for it. A prompt's last, incomplete block
-    starts out as the known part of the active block. Raises ModelError when the result would not fit
-    the rotary capacity.
+    "fused" (BlockDecoder), "graphs" (the same in CUDA graphs), or "auto": see `choose_engine`. prefix:
+    a Prefix that comes before every prompt, which may then be empty; rows begin with its tokens. A
+    prompt's last, incomplete block starts out as the known part of the active block. Raises ModelError
+    when the result would not fit the rotary capacity, ConfigError for an engine that cannot run.
     """
     c, device = model.config, model.embed.weight.device
+    if prefix is not None:
+        prompts = [torch.cat([prefix.tokens, p.cpu()]) for p in prompts]
     totals = [len(p) + length for p in prompts]
-    l = max(totals) if c.full_sequence else c.block_len
-    check_request(c, prompts, length)
-    rows, starts = [p.to(device) for p in prompts], [len(p) // l * l for p in prompts]
-    n_blocks = max(-(-(total - start) // l) for total, start in zip(totals, starts))
-    cache = model.new_cache(len(rows), min(max(starts) + (n_blocks - 1) * l, c.rope_capacity), l)
-    unknown = [l - len(row) + start for row, start in zip(rows, starts)]
-    engine = choose_engine(engine, sampler, l, unknown, device, on_step)
-    decoder = BlockDecoder(model, cache, sampler, l, engine == "graphs") if engine != "simple" else None
+    l, starts, n_blocks = plan(c, prompts, length)
+    cache = model.new_cache(len(prompts), max(starts) + (n_blocks - 1) * l, l)
+    decoder = make_decoder(engine, model, cache, sampler, l)
+    rows = read_prompts(model, cache, prompts, starts, prefix)
     active = torch.full((len(rows), l), c.mask_id, device=device)
-    for i, start in enumerate(starts):
-        model.prefill(rows[i][None, :start], cache.rows(i, i + 1))
-        active[i, :len(rows[i]) - start] = rows[i][start:]
-    rows = [row[:start] for row, start in zip(rows, starts)]
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    for i, (prompt, start) in enumerate(zip(prompts, starts)):
+        active[i, :len(prompt) - start] = prompt[start:]
+    unknown = (active == c.mask_id).sum(1).tolist()
+    synchronize(device)
     started, passes, ended = time.time(), 0, [False] * len(rows)
 
     def logits_fn(xt, t):
@@ -376,9 +490,7 @@ def generate(model, prompts, length, sampler, stop_token=None, on_block=None, on
 
     for block in range(n_blocks):
         if decoder:
-            count = max(unknown) if block == 0 else l
-            x0 = decoder.decode(active, block > 0, count)
-            passes += -(-count // sampler.tokens_per_step)
+            x0 = decoder.decode(active, block > 0, l if block else unknown, on_step)
         else:
             if block:
                 model.commit(x0, cache)
@@ -396,34 +508,99 @@ def generate(model, prompts, length, sampler, stop_token=None, on_block=None, on
         if all(len(row) == total for row, total in zip(rows, totals)):
             break
         active.fill_(c.mask_id)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
+    passes = decoder.passes if decoder else passes
     return Generation(rows, passes, time.time() - started, cache.nbytes)
 
 
-def check_request(config, prompts, length):
-    """Raises ModelError before any work for a request that cannot be served."""
+def plan(config, prompts, length):
+    """(block length, where each row's first active block starts, number of blocks). Raises ModelError
+    before any work for a request that cannot be served."""
     totals = [len(p) + length for p in prompts]
     if length < 1:
         raise ModelError(f"length is {length}; ask for at least 1 token")
     if config.full_sequence and min(totals) != max(totals):
         raise ModelError("a full-sequence model takes prompts of one length at a time")
-    if max(totals) > config.rope_capacity:
-        raise ModelError(f"prompt and length make {max(totals)} tokens, beyond the rotary capacity of "
-                         f"{config.rope_capacity}; ask for a shorter length")
+    l = max(totals) if config.full_sequence else config.block_len
+    starts = [len(p) // l * l for p in prompts]
+    n_blocks = max(-(-(total - start) // l) for total, start in zip(totals, starts))
+    end = max(max(starts) + n_blocks * l, *totals)
+    if end > config.rope_capacity:
+        raise ModelError(f"prompt and length make {end} tokens in whole blocks, beyond the rotary "
+                         f"capacity of {config.rope_capacity}; ask for a shorter length")
+    return l, starts, n_blocks
 
 
-def choose_engine(wanted, sampler, block_len, unknown, device, on_step):
-    """"auto" -> the fastest engine that serves the request: see `generate`."""
-    fits = (sampler.order == "random" and block_len % sampler.tokens_per_step == 0
-            and min(unknown) == max(unknown) and on_step is None)
-    if wanted in ("fused", "graphs") and not fits:
-        raise ConfigError(f"the {wanted} engine needs order=random, tokens_per_step that divides the block, "
-                          f"prompts of one length, and no watching")
-    if wanted == "auto":
-        on_device = all(g.device.type == "cuda" for g in sampler.generators)
-        return "graphs" if fits and device.type == "cuda" and on_device else "simple"
-    return wanted
+def read_prompts(model, cache, prompts, starts, prefix):
+    """Prefills every row up to its start, what `prefix` or an equal prompt has been read for by
+    copying. Returns the tokens that the rows hold."""
+    rows = []
+    for i, (prompt, start) in enumerate(zip(prompts, starts)):
+        mine, known = cache.rows(i, i + 1), prefix.cache if prefix else None
+        for j in range(i):
+            if torch.equal(prompts[j], prompt):
+                known = cache.rows(j, j + 1)
+        if known is not None:
+            copy_row(known, mine)
+        rows.append(prompt[:start].to(cache.lengths.device))
+        model.prefill(rows[i][None, int(mine.lengths):], mine)
+    return rows
+
+
+def make_decoder(wanted, model, cache, sampler, block_len):
+    """The BlockDecoder of an engine, None for "simple". Under "auto", what stands in the way of
+    CUDA graphs is said once, and the same steps run without them."""
+    engine = choose_engine(wanted, model, sampler)
+    if engine != "graphs":
+        return None if engine == "simple" else BlockDecoder(model, cache, sampler, block_len, False)
+    states = [g.get_state() for g in sampler.generators]
+    try:
+        return BlockDecoder(model, cache, sampler, block_len, True)
+    except RuntimeError as error:
+        if wanted == "graphs":
+            raise
+        say_once(f"no CUDA graphs, since one could not be recorded: {str(error).splitlines()[0]}")
+        # Those that were being recorded cannot be used again.
+        sampler.generators = [torch.Generator(g.device) for g in sampler.generators]
+        for g, state in zip(sampler.generators, states):
+            g.set_state(state)
+        cache.clear()
+        return BlockDecoder(model, cache, sampler, block_len, False)
+
+
+def choose_engine(wanted, model, sampler):
+    """
+    "auto" is graphs on a GPU and simple elsewhere; on a GPU without what graphs need, fused, and the
+    reason is printed once. A demand for graphs is then a ConfigError. The simple and the fused engine
+    serve every request, and so do graphs where they run.
+    """
+    if wanted not in ("auto", "simple", "fused", "graphs"):
+        raise ConfigError(f"engine '{wanted}' is not one of auto, simple, fused, graphs")
+    on_gpu = model.embed.weight.is_cuda
+    if wanted in ("simple", "fused") or (wanted == "auto" and not on_gpu):
+        return "fused" if wanted == "fused" else "simple"
+    why = ""
+    if not on_gpu:
+        why = "the model is on the CPU"
+    elif any(g.device.type != "cuda" for g in sampler.generators):
+        why = "the generators are on the CPU"
+    elif ops.KERNELS["cached"] != "triton" and not model.config.full_sequence:
+        why = "they need the Triton kernels (--kernels=auto; pip install triton)"
+    if why and wanted == "graphs":
+        raise ConfigError(f"no CUDA graphs: {why}")
+    if why:
+        say_once(f"no CUDA graphs: {why}")
+    return "fused" if why else "graphs"
+
+
+@functools.lru_cache(maxsize=None)
+def say_once(text):
+    print(text, file=sys.stderr)
+
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -451,7 +628,8 @@ def open_model(device):
 
 
 def read_prompt(tokenizer):
-    """The prompt's tokens: the text of --prompt or --prompt_file, or a document's start."""
+    """The prompt's tokens: the text of --prompt or --prompt_file, or a document's start; none if there
+    is no such text but a cache to go on from."""
     text = prompt
     if prompt_file:
         try:
@@ -466,8 +644,8 @@ def read_prompt(tokenizer):
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError("the prompt is not UTF-8; pass it with --prompt_file") from error
-    tokens = tokenizer.encode_ordinary(text) or [tokenizer.eot_token]
-    return torch.tensor(tokens)
+    empty = [] if load_cache else [tokenizer.eot_token]
+    return torch.tensor(tokenizer.encode_ordinary(text) or empty, dtype=torch.long)
 
 
 class Printer:
@@ -517,19 +695,23 @@ def main():
     if compile and dev == "cuda":
         model.compile_layers("denoise", "commit_and_denoise")
     c = model.config
-    tokens = read_prompt(tokenizer)
-    block = len(tokens) + length if c.full_sequence else c.block_len
+    tokens, prefix = read_prompt(tokenizer), load_prefix(load_cache, model) if load_cache else None
+    whole = torch.cat([prefix.tokens, tokens]) if prefix else tokens
+    if save_cache:
+        prefix, tokens = read_prefix(model, tokens, prefix), tokens[:0]
+        save_prefix(save_cache, model, prefix)
+    block = len(whole) + length if c.full_sequence else c.block_len
     p = tokens_per_step or max(block // 16, 1)
     generators = [torch.Generator(dev).manual_seed(seed + i) for i in range(num_samples)]
     sampler = Sampler(generators, order, p, threshold, temperature, top_k, top_p, c.mask_id)
     print(f"{n_params:,} parameters on {dev}, {chosen}, order {order}, "
-          f"{p} tokens a step, seed {seed}", file=sys.stderr)
+          f"{sampler.tokens_per_step} tokens a step, seed {seed}", file=sys.stderr)
     printer = Printer(tokenizer, length * num_samples, c.mask_id)
-    print(tokenizer.decode(tokens[tokens != tokenizer.eot_token].tolist()), end="", flush=True)
+    print(tokenizer.decode(whole[whole != tokenizer.eot_token].tolist()), end="", flush=True)
     try:
         out = generate(model, [tokens] * num_samples, length, sampler,
                        tokenizer.eot_token if stop_at_eot else None,
-                       printer.block, printer.step if watch else None, engine)
+                       printer.block, printer.step if watch else None, engine, prefix)
     except KeyboardInterrupt:
         printer.clear()
         print(f"\nstopped after {printer.made} tokens", file=sys.stderr)
@@ -538,7 +720,7 @@ def main():
     print()
     for i, row in enumerate(out.tokens[1:], 2):
         print(f"\n--- sample {i} ---\n{tokenizer.decode(row.tolist())}")
-    made = sum(len(row) for row in out.tokens) - len(tokens) * num_samples
+    made = sum(len(row) for row in out.tokens) - len(whole) * num_samples
     print(f"{made} tokens in {out.seconds:.2f} s: {made / out.seconds:.1f} tokens/s, "
           f"{out.forward_passes} forward passes, cache {out.cache_bytes / 2**20:.2f} MiB",
           file=sys.stderr)

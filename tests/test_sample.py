@@ -1,11 +1,19 @@
 """Generation: the cached engine against the oracle without a cache, decoders, prompts, limits."""
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
+import sample
 from conftest import ARCHITECTURES, BLOCK_MODELS, make_model
-from model import ModelError
+from model import ModelError, save_checkpoint
 from configurator import ConfigError
-from sample import Sampler, cut, decode_block, generate, prepare_for_inference
+from sample import (Sampler, cut, decode_block, generate, load_prefix, prepare_for_inference, read_prefix,
+                    save_prefix)
+
+ROOT = os.path.join(os.path.dirname(__file__), "..")
 
 ORDERS = ["random", "confidence", "threshold", "first_hitting"]
 
@@ -34,26 +42,33 @@ def test_cached_generation_equals_generation_without_a_cache_token_for_token(nam
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("time_conditioning", [False, True])
-@pytest.mark.parametrize("prompt_length, p", [(11, 2), (16, 4), (0, 8)])
-def test_the_fused_engine_equals_generation_without_a_cache_token_for_token(name, time_conditioning, prompt_length, p):
+@pytest.mark.parametrize("prompt_length, how", [
+    (11, dict(tokens_per_step=2)), (16, dict(tokens_per_step=4)), (0, dict(tokens_per_step=8, top_k=5)),
+    (11, dict(tokens_per_step=3, top_p=0.8)), (11, dict(order="confidence", temperature=0.0)),
+    (8, dict(order="confidence", tokens_per_step=5)), (11, dict(order="threshold", threshold=0.3)),
+    (3, dict(order="first_hitting", temperature=2.0))])
+def test_the_fused_engine_equals_generation_without_a_cache_token_for_token(name, time_conditioning, prompt_length,
+                                                                            how):
     """Commit and first step in one pass, the head on p positions, folded and merged weights."""
     model = make_model(name, torch.float32, time_conditioning=time_conditioning)
     prompts = torch.stack(prompts_of(prompt_length, prompt_length))
     length = 32 - prompt_length if model.config.full_sequence else 21
-    sampler = make_sampler(model, 2, tokens_per_step=p)
+    sampler = make_sampler(model, 2, **how)
     naive = model.generate_naive(prompts, length, lambda xt, logits_fn: decode_block(xt, logits_fn, sampler))
     prepare_for_inference(model, torch.float32)
-    out = generate(model, list(prompts), length, make_sampler(model, 2, tokens_per_step=p), engine="fused")
+    out = generate(model, list(prompts), length, make_sampler(model, 2, **how), engine="fused")
     assert torch.equal(torch.stack(out.tokens), naive)
 
 
 @pytest.mark.parametrize("name", BLOCK_MODELS)
-def test_rows_with_prompts_of_different_lengths_come_out_as_they_would_alone(name):
-    model = make_model(name)
+@pytest.mark.parametrize("engine, order", [("simple", "random"), *(("fused", order) for order in ORDERS)])
+def test_rows_with_prompts_of_different_lengths_come_out_as_they_would_alone(name, engine, order):
+    """A finished row draws nothing while it waits for another."""
+    model, how = make_model(name), dict(order=order, threshold=0.3)
     prompts = prompts_of(3, 11, 0, 24, 8)
-    together = generate(model, prompts, 13, make_sampler(model, 5))
+    together = generate(model, prompts, 13, make_sampler(model, 5, **how), engine=engine)
     for i, prompt in enumerate(prompts):
-        alone = generate(model, [prompt], 13, make_sampler(model, 1, seed=5 + i))
+        alone = generate(model, [prompt], 13, make_sampler(model, 1, seed=5 + i, **how), engine="simple")
         assert torch.equal(together.tokens[i], alone.tokens[0])
         assert torch.equal(together.tokens[i][:len(prompt)], prompt)
 
@@ -70,25 +85,136 @@ def test_any_length_is_generated_with_no_mask_left_and_none_emitted(name, prompt
             assert torch.equal(row[:prompt_length], prompt)
 
 
-def test_forward_passes_are_counted():
+def test_forward_passes_are_counted_and_each_step_can_be_watched():
     model = make_model("mamba_h", torch.float32)
-    out = generate(model, prompts_of(0), 24, make_sampler(model, tokens_per_step=2))
-    assert out.forward_passes == 3 * 4 + 2              # 8 / 2 steps a block; no commit after the last
-    out = generate(model, prompts_of(5), 11, make_sampler(model, tokens_per_step=2))
-    assert out.forward_passes == 2 + 4 + 1              # 3 unknown tokens, then 8
-    out = generate(model, prompts_of(0), 24, make_sampler(model, order="threshold", threshold=0.0))
-    assert out.forward_passes == 3 * 1 + 2
+    def passes(prompt_length, length, engine="simple", **how):
+        left = []
+        out = generate(model, prompts_of(prompt_length), length, make_sampler(model, **how), engine=engine,
+                       on_step=lambda xt: left.append(int((xt == model.config.mask_id).sum())))
+        assert left.count(0) == -(-(prompt_length % 8 + length) // 8) and left[-1] == 0
+        return out.forward_passes, left
+    pairs, sure = dict(tokens_per_step=2), dict(order="threshold", threshold=0.0)
+    assert passes(0, 24, **pairs)[0] == 3 * 4 + 2       # 8 / 2 steps a block; no commit after the last
+    assert passes(5, 11, **pairs)[0] == 2 + 4 + 1       # 3 unknown tokens, then 8
+    assert passes(0, 24, **sure)[0] == 3 * 1 + 2
+    assert passes(0, 24, "fused", **pairs)[0] == 3 * 4  # a commit is one pass with the step after it
+    assert passes(5, 11, "fused", **pairs)[0] == 2 + 4
+    assert passes(0, 24, "fused", **sure)[0] == 3
+    assert passes(5, 11, "fused", **pairs)[1] == passes(5, 11, **pairs)[1] == [1, 0, 6, 4, 2, 0]
 
 
-def test_a_row_ends_at_its_first_end_of_text():
+@pytest.mark.parametrize("engine", ["simple", "fused"])
+def test_a_row_ends_at_its_first_end_of_text(engine):
     model = make_model("mamba_h", torch.float32)
-    free = generate(model, prompts_of(4, 4), 24, make_sampler(model, 2))
+    prompts = prompts_of(4, 13)
+    free = generate(model, prompts, 24, make_sampler(model, 2), engine=engine)
     stop = int(free.tokens[0][10])
-    out = generate(model, prompts_of(4, 4), 24, make_sampler(model, 2), stop_token=stop)
-    for row, whole in zip(out.tokens, free.tokens):
-        hits = (whole[4:] == stop).nonzero()
-        end = 4 + int(hits[0]) + 1 if len(hits) else len(whole)
+    out = generate(model, prompts, 24, make_sampler(model, 2), stop_token=stop, engine=engine)
+    for row, whole, prompt in zip(out.tokens, free.tokens, prompts):
+        hits = (whole[len(prompt):] == stop).nonzero()
+        end = len(prompt) + int(hits[0]) + 1 if len(hits) else len(whole)
         assert torch.equal(row, whole[:end])
+
+
+def test_where_graphs_cannot_be_had_the_same_steps_run_without_them_and_say_so_once(monkeypatch, capsys):
+    model = make_model("mamba_h", torch.float32)
+    def run(engine="auto"):
+        return generate(model, prompts_of(3, 12), 16, make_sampler(model, 2), engine=engine).tokens
+    want = run()
+    for engine, message in (("graphs", "the model is on the CPU"), ("sideways", "is not one of")):
+        with pytest.raises(ConfigError, match=message):
+            run(engine)
+    def broken(decoder):
+        decoder.sampler.uniform(3, device="cpu")        # draws that must not count
+        decoder.cache.lengths += 8
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+    monkeypatch.setattr(sample.BlockDecoder, "capture", broken)
+    monkeypatch.setattr(sample, "choose_engine", lambda *_: "graphs")
+    sample.say_once.cache_clear()
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(run(), want))
+    assert capsys.readouterr().err == "no CUDA graphs, since one could not be recorded: operation not permitted\n"
+    with pytest.raises(RuntimeError):
+        run("graphs")
+
+
+@pytest.mark.parametrize("name", BLOCK_MODELS)
+@pytest.mark.parametrize("prompt_length, more", [(19, 0), (16, 0), (5, 0), (19, 8), (0, 11)])
+def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_token_for_token(name, prompt_length, more,
+                                                                                      tmp_path):
+    model, path = prepare_for_inference(make_model(name, torch.float32), torch.float32), str(tmp_path / "cache")
+    prompt, = prompts_of(prompt_length + more)
+    want = generate(model, [prompt] * 2, 21, make_sampler(model, 2)).tokens
+    save_prefix(path, model, read_prefix(model, prompt[:prompt_length]))
+    prefix = load_prefix(path, model)
+    assert torch.equal(prefix.tokens, prompt[:prompt_length])
+    prefill, read = model.prefill, []
+    model.prefill = lambda x0, cache: (read.append(x0.size(1)), prefill(x0, cache))
+    for engine in ("simple", "fused"):
+        out = generate(model, [prompt[prompt_length:]] * 2, 21, make_sampler(model, 2), prefix=prefix, engine=engine)
+        assert all(torch.equal(a, b) for a, b in zip(out.tokens, want))
+    assert read[:2] == [(prompt_length + more) // 8 * 8 - prompt_length // 8 * 8, 0]    # what came after, once
+    again = read_prefix(model, prompt[prompt_length:], prefix)
+    alone = generate(model, [prompt[:0]], 21, make_sampler(model), prefix=again)
+    assert torch.equal(alone.tokens[0], want[0])
+
+
+def test_equal_prompts_are_read_once():
+    model, read = make_model("mamba_h", torch.float32), []
+    prefill = model.prefill
+    model.prefill = lambda x0, cache: (read.append(x0.size(1)), prefill(x0, cache))
+    a, b = prompts_of(19, 19)
+    generate(model, [a, b, a, a], 1, make_sampler(model, 4))
+    assert read == [16, 16, 0, 0]
+
+
+def test_a_saved_prompt_of_other_weights_and_damaged_files_are_refused_in_a_sentence(tmp_path):
+    path, prompt = str(tmp_path / "cache"), prompts_of(19)[0]
+    def fresh(dtype=torch.float32, **changes):
+        return prepare_for_inference(make_model("mamba_h", torch.float32, **changes), dtype)
+    with pytest.raises(ModelError, match="no saved cache"):
+        load_prefix(path, fresh())
+    save_prefix(path, fresh(), read_prefix(fresh(), prompt))
+    load_prefix(path, fresh())
+    for other in (fresh(seed=1), fresh(torch.bfloat16), fresh(rope_theta=1e5)):
+        with pytest.raises(ModelError, match="other weights"):
+            load_prefix(path, other)
+    other = fresh()
+    other.layers[1].mixer.fwd.D.data[0] += 1e-6         # a single value of the smallest parameter
+    with pytest.raises(ModelError, match="other weights"):
+        load_prefix(path, other)
+    whole = open(path, "rb").read()
+    for damaged in (whole[:len(whole) // 2], whole[:-1], b"", b"not a cache"):
+        open(path, "wb").write(damaged)
+        with pytest.raises(ModelError, match="not a whole saved cache"):
+            load_prefix(path, fresh())
+    save_checkpoint(path, make_model("mamba_h"))
+    with pytest.raises(ModelError, match="not a whole saved cache"):
+        load_prefix(path, fresh())
+    full = make_model("diffumamba_h", torch.float32)
+    for refuse in (lambda: load_prefix(path, full), lambda: save_prefix(path, full, None)):
+        with pytest.raises(ModelError, match="no prefix cache"):
+            refuse()
+
+
+def test_the_script_saves_a_prompt_and_goes_on_from_it_later(tmp_path):
+    cache, cut_off = str(tmp_path / "cache"), str(tmp_path / "cut_off")
+    def start(*flags):
+        return subprocess.Popen(
+            [sys.executable, "sample.py", "--init=random", "--model_config=config/laptop.py", "--device=cpu",
+             "--length=20", *flags], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    def finish(process):
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+    code, first, err = finish(start("--prompt=a prompt of thirty-seven characters", f"--save_cache={cache}"))
+    assert code == 0 and first.startswith("a prompt of thirty-seven characters"), err
+    whole = open(cache, "rb").read()
+    open(cut_off, "wb").write(whole[:len(whole) // 2])
+    later, damaged = start(f"--load_cache={cache}"), start(f"--load_cache={cut_off}")
+    assert finish(later)[:2] == (0, first)
+    code, out, err = finish(damaged)
+    assert code not in (0, None) and out == "" and "Traceback" not in err
+    assert err.splitlines()[-1].startswith(f"sample.py: {cut_off} is not a whole saved cache")
 
 
 def test_sampling_draws_from_the_models_distribution():
@@ -138,6 +264,8 @@ def test_bad_requests_are_refused_before_any_work():
     model = make_model("mamba_h", torch.float32)
     with pytest.raises(ModelError, match="rotary capacity"):
         generate(model, prompts_of(4), 262_144, make_sampler(model))
+    with pytest.raises(ModelError, match="262152 tokens in whole blocks"):     # the first row needs a block more
+        generate(model, prompts_of(7, 16), 262_128, make_sampler(model, 2))
     with pytest.raises(ModelError, match="at least 1"):
         generate(model, prompts_of(4), 0, make_sampler(model))
     with pytest.raises(ConfigError, match="not one of"):
