@@ -2,8 +2,10 @@
 Triton kernels, each the fast twin of a plain function in ops.py, which decides when they run.
 
   ssd_rows, ssd_row_states   the scan over many short rows (twin: ssd_scan)
+  ssd_both                   the scans of both directions, for generation (twin: ssd_scan_both)
   pass_states                states carried over rows (twin: pass_states)
   causal_conv                the short convolution and its SiLU (twin: causal_conv)
+  causal_conv_both           the same in both directions (twin: causal_conv_both)
 
 A module of its own, because nobody needs it to read or to run the model: Triton comes with torch's
 CUDA build, and without it ops.py never imports this file. Attention is in kernels_attention.py.
@@ -77,11 +79,13 @@ def strides(u, dims):
 # and needs more registers than there are.
 TUNE = {
     "forward": dict(q=64, num_warps=4, num_stages=2),
+    "tiles": dict(q=64, num_warps=4, num_stages=2),
     "walk": dict(q=64, num_warps=4, num_stages=3),
     "backward": dict(q=64, num_warps=8, num_stages=2),
     "states_backward": dict(q=64, num_warps=8, num_stages=2),
 }
 FILL = 1024  # programs wanted of the backward; to get there, heads split
+FEW, SHORT = 256, 1024  # up to so many heads of all rows, and tokens, tiles_kernel runs
 
 
 def settings(kernel, x):
@@ -91,8 +95,6 @@ def settings(kernel, x):
         return dict(q=16, num_warps=8, num_stages=1, maxnreg=255)
     if torch.cuda.get_device_capability(x.device)[0] < 9:  # without maxnreg ptxas spills everything
         return TUNE[kernel] | dict(q=32, num_stages=1 if kernel == "backward" else 2, maxnreg=255)
-    if kernel == "forward" and x.shape[0] * x.shape[2] < 128:  # generation: latency is what counts
-        return TUNE[kernel] | dict(q=32)
     return TUNE[kernel]
 
 
@@ -124,18 +126,30 @@ def store2(ptr, step, ok, stride, cols, values):
 
 
 @triton.jit
-def load_dt(dt, first, step, ok, stride, a_head):
-    """-> dt_i, a_i = sum_{j<=i} dt_j A and its total over the chunk, in units of log 2."""
-    dtq = tl.load(dt + first * stride + step * stride, mask=ok, other=0.0)
+def softplus(u):
+    """log(1 + e^u), exact far below zero too: what 1 + z loses of z, the quotient gives back."""
+    z = tl.exp2(-tl.abs(u) * LOG2E)
+    one = 1 + z
+    return tl.maximum(u, 0.0) + tl.where(one == 1, z, tl.log(one) * (z / (one - 1)))
+
+
+@triton.jit
+def load_dt(dt, first, step, ok, stride, a_head, bias=None):
+    """-> dt_i, a_i = sum_{j<=i} dt_j A and its total over the chunk, in units of log 2. With a
+    bias, dt_i is softplus(what is stored + bias)."""
+    dtq = tl.load(dt + first * stride + step * stride, mask=ok, other=0.0).to(tl.float32)
+    if bias is not None:
+        dtq = tl.where(ok, softplus(dtq + bias), 0.0)
     log_decay = dtq * (a_head * LOG2E)
     return dtq, tl.cumsum(log_decay), tl.sum(log_decay)
 
 
 @triton.jit
-def first_state(s0, row, head, ssr, ssh, kn, kp, n: tl.constexpr):
+def first_state(s0, row, head, ssr, ssh, kn, kp, n: tl.constexpr, stored=True):
     """A stored (p, n) state, or zeros. -> (kn, kp)"""
     if s0 is not None:
-        return tl.load(s0 + row * ssr + head * ssh + kp[None, :] * n + kn[:, None])
+        at = s0 + row * ssr + head * ssh + kp[None, :] * n + kn[:, None]
+        return tl.load(at, mask=stored, other=0.0)
     else:
         return tl.zeros((kn.shape[0], kp.shape[0]), tl.float32)
 
@@ -171,6 +185,61 @@ def forward_kernel(x, dt, A, B, C, D, s0, y, final, l, h,
         s = dot(tl.trans(bq), x_end, s * tl.exp2(total))
     if final is not None:
         tl.store(final + (row * h + head) * p * n + kp[None, :] * n + kn[:, None], s)
+
+
+@triton.jit
+def tiles_kernel(x, dt, bias, A, B, C, D, s0, y, final, l, h,
+                 sxr, sxl, sxw, sxh, sdr, sdl, sdw, sdh, sBr, sBl, sBw, sCr, sCl, sCw, ssr, ssh,
+                 n: tl.constexpr, p: tl.constexpr, q: tl.constexpr, ways: tl.constexpr):
+    """The same y where there are few rows: a program for each tile of q tokens too, none of which
+    waits for another. It is attention over the row up to the tile, with L_ij dt_j for a softmax:
+        y_i = sum_{j<=i} L_ij (C_i.B_j) dt_j x_j + e^{a_i} C_i s0 + D x_i
+    Of two ways, the second runs from the row's last token to the first, from zeros: its pointers
+    start at the end and its steps are negative. `final`, if wanted, has a program of its own."""
+    head, way = tl.program_id(0) % h, tl.program_id(0) // h % ways
+    row = (tl.program_id(0) // (h * ways)).to(tl.int64)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # those with most to do start first
+    kn, kp = tl.arange(0, n), tl.arange(0, p)
+    end, sign = tl.cast(way, tl.int64) * (l - 1), 1 - 2 * way
+    x += row * sxr + way * sxw + end * sxl + head * sxh
+    dt += row * sdr + way * sdw + end * sdl + head * sdh
+    B += row * sBr + way * sBw + end * sBl
+    C += row * sCr + way * sCw + end * sCl
+    sxl, sdl, sBl, sCl = sxl * sign, sdl * sign, sBl * sign, sCl * sign
+    a_head, d_head = tl.load(A + way * h + head), tl.load(D + way * h + head)
+    bias_head = tl.load(bias + way * h + head) if bias is not None else None
+    s = first_state(s0, row, head, ssr, ssh, kn, kp, n, way == 0)
+    if tile * q < l:
+        first, step, ok = place(tile, l, q)
+        cq = load2(C, first, step, ok, sCl, kn)
+        # Decays count from the start of the tile, and its keys come first: between tokens that are
+        # near, an exponent is then a difference of small numbers.
+        _, a, _ = load_dt(dt, first, step, ok, sdl, a_head, bias_head)
+        i, before, yq = tl.arange(0, q), 0.0, tl.zeros((q, p), tl.float32)
+        for k in range(tile + 1):
+            first_k, step_k, ok_k = place(tile - k, l, q)
+            xk = load2(x, first_k, step_k, ok_k, sxl, kp)
+            bk = load2(B, first_k, step_k, ok_k, sBl, kn)
+            dtk, ak, total = load_dt(dt, first_k, step_k, ok_k, sdl, a_head, bias_head)
+            before += tl.where(k > 0, total, 0.0)
+            log_L = a[:, None] + (before - ak + tl.log2(dtk))[None, :]
+            log_L = tl.where(i[:, None] + k * q >= i[None, :], log_L, float("-inf"))
+            scores = dot(cq, tl.trans(bk)) * tl.exp2(log_L)
+            yq = dot(scores.to(xk.dtype), xk, yq)
+        yq += dot(cq, s.to(cq.dtype)) * tl.exp2(a + before)[:, None]
+        yq += load2(x, first, step, ok, sxl, kp) * d_head
+        out = ((row * l + end + sign * first) * ways + way) * h + head
+        store2(y + out * p, step, ok, sign * ways * h * p, kp, yq)
+    elif final is not None:
+        for k in range(tl.cdiv(l, q)):
+            first_k, step_k, ok_k = place(k, l, q)
+            xk = load2(x, first_k, step_k, ok_k, sxl, kp)
+            bk = load2(B, first_k, step_k, ok_k, sBl, kn)
+            dtk, ak, total = load_dt(dt, first_k, step_k, ok_k, sdl, a_head, bias_head)
+            x_end = (xk * (dtk * tl.exp2(total - ak))[:, None]).to(xk.dtype)
+            s = dot(tl.trans(bk), x_end, s * tl.exp2(total))
+        out = (row * ways + way) * h + head
+        tl.store(final + out * p * n + kp[None, :] * n + kn[:, None], s)
 
 
 @triton.jit
@@ -331,6 +400,14 @@ def walk(x, dt, A, B, s0=None, states=None, final=None, q=None, adjoint=False):
         *strides(s0, 2), n=B.shape[-1], p=p, ADJOINT=adjoint, **how)
 
 
+def tiles(x, dt, bias, A, B, C, D, s0, y, final=None):
+    """Shapes as in `ssd_both`, for any number of ways."""
+    (r, l, ways, h, p), how = x.shape, settings("tiles", x)
+    tiles_kernel[(r * ways * h, triton.cdiv(l, how["q"]) + (final is not None))](
+        x, dt, bias, A, B, C, D, s0, y, final, l, h, *strides(x, 4), *strides(dt, 4),
+        *strides(B, 3), *strides(C, 3), *strides(s0, 2), n=B.shape[-1], p=p, ways=ways, **how)
+
+
 def room_for_final(x, B, wanted=True):
     r, l, h, p = x.shape
     return x.new_empty((r, h, p, B.shape[-1]) if wanted else (0,), dtype=torch.float32)
@@ -341,6 +418,10 @@ def ssd_rows_forward(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: 
                      s0: Optional[Tensor], return_final: bool) -> Tuple[Tensor, Tensor]:
     r, l, h, p = x.shape
     y, final = x.new_empty(x.shape), room_for_final(x, B, return_final)
+    if r * h <= FEW and l <= SHORT and A.dim() == 1:
+        tiles(*(u[:, :, None] for u in (x, dt)), None, A, B[:, :, None], C[:, :, None], D, s0, y,
+              final if return_final else None)
+        return y, final
     forward_kernel[(r * h,)](
         x, dt, A, B, C, D, s0, y, final if return_final else None, l, h, *strides(x, 3),
         *strides(dt, 3), *strides(B, 2), *strides(C, 2), *strides(s0, 2),
@@ -389,6 +470,14 @@ def ssd_row_states_backward(ds: Tensor, x: Tensor, dt: Tensor, A: Tensor,
     return dx, xgb + A * dlog, (dt * dlog).sum((0, 1)), summed(dB, B)
 
 
+@operator(lambda x, *inputs: x.new_empty(x.shape))
+def ssd_both_forward(x: Tensor, dt: Tensor, bias: Tensor, A: Tensor, B: Tensor, C: Tensor,
+                     D: Tensor, s0: Tensor) -> Tensor:
+    y = x.new_empty(x.shape)
+    tiles(x, dt, bias, A, B, C, D, s0, y)
+    return y
+
+
 differentiable(ssd_rows_forward, ssd_rows_backward)
 differentiable(ssd_row_states_forward, ssd_row_states_backward)
 
@@ -402,6 +491,15 @@ def ssd_rows(x, dt, A, B, C, D, s0=None, return_final=False):
         s0 = s0.contiguous()
     y, final = ssd_rows_forward(rowwise(x), dt, A, rowwise(B), rowwise(C), D, s0, return_final)
     return (y, final.detach()) if return_final else y
+
+
+def ssd_both(x, dt, bias, A, B, C, D, s0):
+    """Two scans over the same tokens, each with parameters and inputs of its own: way 0 from s0
+    forward, way 1 from the last token back to the first, from zeros. x (r, l, 2, h, p); dt (r, l,
+    2, h) before bias and softplus; bias, A and D (2, h) fp32; B and C (r, l, 2, n); s0 (r, h, p, n)
+    fp32. -> y like x. Work grows as l squared; no gradients."""
+    s0 = s0 if s0.stride()[2:] == (s0.shape[3], 1) else s0.contiguous()
+    return ssd_both_forward(rowwise(x), dt, bias, A, rowwise(B), rowwise(C), D, s0)
 
 
 def ssd_row_states(x, dt, A, B):
@@ -516,22 +614,26 @@ def weighted(w, values, W: tl.constexpr):
 
 
 @triton.jit
-def conv_kernel(u, weight, bias, initial, out, s, c, sur, sul, sir, sil,
+def conv_kernel(u, weight, bias, initial, out, s, c, sur, sul, suw, sir, sil,
                 W: tl.constexpr, T: tl.constexpr, K: tl.constexpr):
-    """T positions by K channels of one row."""
+    """T positions by K channels of one row and way. As in `tiles_kernel`, the second way runs from
+    the row's end to its start, from zeros."""
     row, tile = (tl.program_id(0) // tl.cdiv(s, T)).to(tl.int64), tl.program_id(0) % tl.cdiv(s, T)
     i, kc = tile * T + tl.arange(0, T), tl.program_id(1) * K + tl.arange(0, K)
+    way, ways = tl.program_id(2), tl.num_programs(2)
+    end, sign = tl.cast(way, tl.int64) * (s - 1), 1 - 2 * way
     ok = (i < s)[:, None] & (kc < c)[None, :]
-    w, b = conv_weights(weight, bias, kc, c, W)
-    u += row * sur
+    w, b = conv_weights(weight + way * c * W, bias + way * c, kc, c, W)
+    u, sul = u + row * sur + way * suw + end * sul, sul * sign
     if initial is not None:
         initial += row * sir
     us = ()
     for j in tl.static_range(W):
-        uj = columns(u, initial, i - W + 1 + j, kc, ok, s, sul, sil, W)
+        ij = i - W + 1 + j
+        uj = columns(u, initial, ij, kc, ok & ((ij >= 0) | (way == 0))[:, None], s, sul, sil, W)
         us += (uj.to(tl.float32),)
     a = b + weighted(w, us, W)
-    at = row * s * c + i[:, None] * c + kc[None, :]
+    at = ((row * s + end + i * sign) * ways + way)[:, None] * c + kc[None, :]
     tl.store(out + at, (a * tl.sigmoid(a)).to(out.dtype.element_ty), mask=ok)
 
 
@@ -599,10 +701,11 @@ def conv_backward_kernel(u, weight, bias, initial, dout, du, dparams, dinitial, 
 @operator(lambda u, weight, bias, initial: u.new_empty(u.shape))
 def causal_conv_forward(u: Tensor, weight: Tensor, bias: Tensor,
                         initial: Optional[Tensor]) -> Tensor:
-    (r, s, c), out, T, K = u.shape, u.new_empty(u.shape), 64, 64
-    conv_kernel[r * triton.cdiv(s, T), triton.cdiv(c, K)](
-        u, weight, bias, initial, out, s, c, *strides(u, 2), *strides(initial, 2),
-        W=weight.shape[1], T=T, K=K)
+    r, s, ways, c = u.shape if u.dim() == 4 else (*u.shape[:2], 1, u.shape[2])
+    out, T, K = u.new_empty(u.shape), 64, 64
+    conv_kernel[r * triton.cdiv(s, T), triton.cdiv(c, K), ways](
+        u, weight, bias, initial, out, s, c, *strides(u, 3), *strides(initial, 2),
+        W=weight.shape[-1], T=T, K=K)
     return out
 
 
@@ -629,3 +732,11 @@ def causal_conv(u, weight, bias, initial=None):
     None: zeros. -> (r, s, c) in the dtype of u; sums are fp32. Differentiable in all four."""
     initial = None if initial is None else rowwise(initial.to(u.dtype))
     return causal_conv_forward(rowwise(u), weight.contiguous(), bias.contiguous(), initial)
+
+
+def causal_conv_both(u, weight, bias, initial):
+    """The convolutions of two ways, each over channels of its own: way 0 forward from initial
+    (r, w - 1, c), way 1 from the last position back to the first, from zeros. u (r, s, 2, c),
+    weight (2, c, w), bias (2, c) -> (r, s, 2, c). No gradients."""
+    return causal_conv_forward(rowwise(u), weight.contiguous(), bias.contiguous(),
+                               rowwise(initial.to(u.dtype)))

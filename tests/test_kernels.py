@@ -87,10 +87,16 @@ def loop(**inputs):
     return ops.ssd_scan_ref(**inputs)[0]
 
 
+BY_TILES = pytest.mark.parametrize("few", [0, 1000], ids=["by_chunks", "by_tiles"])
+
+
 @DTYPES
+@BY_TILES
 @pytest.mark.parametrize("r, s, h, p, n, start", [
     (2, 128, 2, 32, 64, True), (1, 100, 3, 16, 64, False), (1, 7, 1, 64, 128, True)])
-def test_scan_kernels_equal_the_loop_with_all_gradients(r, s, h, p, n, start, dtype):
+def test_scan_kernels_equal_the_loop_with_all_gradients(
+        monkeypatch, r, s, h, p, n, start, few, dtype):
+    monkeypatch.setattr(kernels, "FEW", few)
     inputs = scan_inputs(r, s, h, p, n, dtype, start)
     compare(rows, loop, inputs, LIMIT[dtype])
     compare(lambda x, dt, A, B: kernels.ssd_row_states(x, dt, A, B),
@@ -98,15 +104,56 @@ def test_scan_kernels_equal_the_loop_with_all_gradients(r, s, h, p, n, start, dt
             {k: inputs[k] for k in ("x", "dt", "A", "B")}, LIMIT[dtype])
 
 
-def test_rows_hand_their_last_state_on_and_may_have_decays_of_their_own():
-    inputs = scan_inputs(2, 70, 3, 16, 32)
-    inputs["A"], inputs["D"] = -torch.exp(randn(2, 3)), randn(2, 3)
+@pytest.mark.parametrize("few, own", [(0, True), (0, False), (1000, False)])
+def test_rows_hand_their_last_state_on_and_may_have_decays_of_their_own(monkeypatch, few, own):
+    monkeypatch.setattr(kernels, "FEW", few)
+    inputs = scan_inputs(2, 170, 3, 16, 32)
+    if own:
+        inputs["A"], inputs["D"] = -torch.exp(randn(2, 3)), randn(2, 3)
     got = kernels.ssd_rows(*inputs.values(), return_final=True)
     want, states = ops.ssd_scan_ref(**{k: v.double() for k, v in inputs.items()})
     assert error(got[0], want) < 1e-5 and error(got[1], states[:, -1]) < 1e-5
 
 
-def test_strong_decay_stays_finite():
+def scan_both(x, dt, bias, A, B, C, D, s0):
+    dt = torch.nn.functional.softplus(dt + bias)
+    fwd, rev = ([u[:, :, i].flip(1) if i else u[:, :, i] for u in (x, dt, B, C)] for i in (0, 1))
+    ys = [ops.ssd_scan_ref(*v[:2], A[i], *v[2:], D[i], s)[0]
+          for i, v, s in ((0, fwd, s0), (1, rev, None))]
+    return torch.stack([ys[0], ys[1].flip(1)], 2)
+
+
+@DTYPES
+@pytest.mark.parametrize("l", [1, 70, 128])
+def test_both_ways_of_generation_equal_the_loop(l, dtype):
+    r, h, p, n = 2, 3, 16, 32
+    x, B, C, dt = randn(r, l, 2, h * p + 2 * n + h, dtype=dtype).split([h * p, n, n, h], -1)
+    inputs = (x.unflatten(-1, (h, p)), dt, randn(2, h) - 3, -torch.exp(randn(2, h)), B, C,
+              randn(2, h), randn(r, h, p, n))
+    got, want = kernels.ssd_both(*inputs), scan_both(*(u.double() for u in inputs))
+    assert got.dtype == dtype and error(got, want) < LIMIT[dtype]
+
+    c = x.size(-1)
+    inputs = x, randn(2, c, 4), randn(2, c), randn(r, 3, c, dtype=dtype)
+    u, w, bias, start = (u.double() for u in inputs)
+    fwd = ops.causal_conv(u[:, :, 0], w[0], bias[0], start)
+    rev = ops.causal_conv(u[:, :, 1].flip(1), w[1], bias[1], torch.zeros_like(start)).flip(1)
+    got = kernels.causal_conv_both(*inputs)
+    assert got.dtype == dtype and error(got, torch.stack([fwd, rev], 2)) < LIMIT[dtype]
+
+
+def test_step_sizes_far_below_one_keep_their_digits():
+    dt, ones = torch.linspace(-30, 30, 64, device=DEVICE), randn(1, 1, 2, 64, 16) * 0 + 1
+    y = kernels.ssd_both(ones, dt.expand(1, 1, 2, 64), *(v * ones[0, 0, :, :, 0] for v in (0, -1)),
+                         ones[:, :, :, 0], ones[:, :, :, 0] / 16, 0 * ones[0, 0, :, :, 0],
+                         torch.zeros(1, 64, 16, 16, device=DEVICE))    # so y is softplus(dt)
+    want = dt.double().exp().log1p()
+    assert ((y[0, 0, :, :, 0] - want) / want).abs().max() < 5e-6
+
+
+@BY_TILES
+def test_strong_decay_stays_finite(monkeypatch, few):
+    monkeypatch.setattr(kernels, "FEW", few)
     inputs = scan_inputs(1, 128, 2, 16, 32)
     inputs["dt"], inputs["A"] = inputs["dt"] * 10, inputs["A"] * 5
     compare(rows, loop, inputs, 1e-3)
