@@ -87,7 +87,7 @@ TABLES = {                              # parts of a result, and the columns of 
 # -- small pieces -----------------------------------------------------------------------------
 
 def batches(items, size):
-    """Slices of at most `size` items, and at least one."""
+    """Slices of `size` items, or of one where size is less."""
     size = max(1, size)
     return (items[i:i + size] for i in range(0, len(items), size))
 
@@ -212,7 +212,7 @@ class Row:
     """An active block with some tokens of an answer masked, which are scored."""
     choice: tuple                       # (question, choice)
     prefix: tuple                       # clean tokens before the block: whole blocks
-    xt: list                            # the block, masks at the scored places and past the answer
+    xt: np.ndarray                      # (l,) masks at the scored places and past the answer
     at: list                            # the scored places
     target: list                        # the tokens there
     weight: float                       # of their -log p in the score
@@ -238,14 +238,13 @@ def answer_rows(config, choice, context, answer, noise):
     n, whole = len(context), [*context, *answer]
     l = len(whole) if config.full_sequence else config.block_len
     for start in range(n // l * l, len(whole), l):
-        prefix, block = tuple(whole[:start]), whole[start:start + l]
-        places = range(max(start - n, 0), start - n + len(block))
-        for scored, weight in maskings(places, noise):
-            at = [n + place - start for place in scored]
-            xt = block + [config.mask_id] * (l - len(block))
-            for i in at:
-                xt[i] = config.mask_id
-            yield Row(choice, prefix, xt, at, [block[i] for i in at], weight)
+        prefix, length = tuple(whole[:start]), min(l, len(whole) - start)
+        block = np.full(l, config.mask_id)
+        block[:length] = whole[start:start + length]
+        for scored, weight in maskings(range(max(start - n, 0), start - n + length), noise):
+            at, xt = [n + place - start for place in scored], block.copy()
+            xt[at] = config.mask_id
+            yield Row(choice, prefix, xt, at, block[at].tolist(), weight)
 
 
 def question_rows(config, q, choices, rule, seed, mc):
@@ -285,7 +284,7 @@ def score_rows(model, cache, rows, nll):
     index = torch.tensor([i for i, _ in rows], device=dev)
     mine = dataclasses.replace(cache, lengths=cache.lengths[index], layers=[
         tuple(part[index] for part in state) for state in cache.layers])
-    xt = torch.tensor([row.xt for _, row in rows], device=dev)                 # (rows, l)
+    xt = torch.from_numpy(np.stack([row.xt for _, row in rows])).to(dev)       # (rows, l)
     hidden = model.denoise_hidden(xt, mine, (xt == mask_id).float().mean(1))   # (rows, l, d)
     i, at, target, choice, weight = zip(*(
         (i, *scored, row.choice, row.weight) for i, (_, row) in enumerate(rows)
