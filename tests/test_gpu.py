@@ -10,7 +10,7 @@ import torch
 import ops
 from conftest import ARCHITECTURES
 from model import BlockDiffusionLM, ModelConfig
-from sample import prepare_for_inference
+from sample import Sampler, generate, load_prefix, prepare_for_inference, read_prefix, save_prefix, say_once
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -115,3 +115,73 @@ def test_twenty_training_steps_give_the_losses_of_the_plain_path_on_the_cpu(name
     worst = max(abs(a - b) / b for a, b in zip(*losses))
     print(f"\n{name}: worst relative difference of 20 losses {worst:.1e}, last {losses[0][-1]:.4f}", end="")
     assert worst < 1e-2 and len(set(losses[0])) == 20
+
+
+def continue_prompts(model, lengths, engine, length=150, cpu_draws=False, order="random", prefix=None, **rest):
+    """Generation with block length 64 and draws that depend on the row alone."""
+    device = "cpu" if cpu_draws else "cuda"
+    generators = [torch.Generator(device).manual_seed(i) for i in range(len(lengths))]
+    sampler = Sampler(generators, order, tokens_per_step=12, threshold=0.02, mask_id=999)
+    text = torch.randint(0, 999, (512,), generator=torch.Generator().manual_seed(3))
+    prompts = [text[i:i + n] for i, n in enumerate(lengths)]
+    return generate(model, prompts, length, sampler, engine=engine, prefix=prefix, **rest)
+
+
+@pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])
+@pytest.mark.parametrize("order", ["random", "confidence", "threshold", "first_hitting"])
+def test_cuda_graphs_give_the_tokens_of_the_plain_loop_in_every_decoder(name, order):
+    """Prompts of different lengths, rows that finish at different steps, an end-of-text, a watcher."""
+    ops.select_kernels("auto", "cuda")
+    model = prepare_for_inference(gpu_model(name, block_len=64).cuda(), torch.float32)
+    lengths = (5, 70, 128, 200)
+    say_once.cache_clear()
+    plain = continue_prompts(model, lengths, "simple", order=order)
+    stop, steps = int(plain.tokens[1][100]), []
+    for engine in ("fused", "graphs", "auto"):
+        out = continue_prompts(model, lengths, engine, order=order)
+        assert all(torch.equal(a, b) for a, b in zip(out.tokens, plain.tokens)), engine
+        cut = continue_prompts(model, lengths, engine, order=order, stop_token=stop,
+                               on_step=lambda xt: steps.append(int((xt == 999).sum())))
+        assert len(cut.tokens[1]) <= 101
+        assert all(torch.equal(a, b[:len(a)]) for a, b in zip(cut.tokens, plain.tokens)), engine
+        assert len(steps) == cut.forward_passes and steps[-1] == 0
+        steps.clear()
+    assert say_once.cache_info().currsize == 0          # auto took the graphs
+
+
+def test_without_what_graphs_need_generation_goes_on_and_says_why(capsys):
+    model = prepare_for_inference(gpu_model("mamba_h", block_len=64).cuda(), torch.float32)
+    for kernels, cpu_draws, message in (("torch", False, "Triton kernels"), ("auto", True, "generators are on the CPU")):
+        ops.select_kernels(kernels, "cuda")
+        say_once.cache_clear()
+        plain, out = (continue_prompts(model, (5, 70), engine, cpu_draws=cpu_draws) for engine in ("simple", "auto"))
+        assert all(torch.equal(a, b) for a, b in zip(out.tokens, plain.tokens))
+        err = capsys.readouterr().err
+        assert err.count("no CUDA graphs") == 1 and message in err
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_on_the_gpu(dtype, tmp_path):
+    ops.select_kernels("auto", "cuda")
+    model = prepare_for_inference(gpu_model("mamba_h", block_len=64).cuda(), dtype)
+    want = continue_prompts(model, (200,), "graphs")
+    save_prefix(str(tmp_path / "cache"), model, read_prefix(model, want.tokens[0][:200].cpu()))
+    prefix = load_prefix(str(tmp_path / "cache"), model)
+    assert torch.equal(continue_prompts(model, (0,), "graphs", prefix=prefix).tokens[0], want.tokens[0])
+
+
+@pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])
+def test_fast_paths_equal_the_plain_twins_after_131072_tokens(name):
+    """Logits of the next block, against plain twins in fp32 with the same (for bf16: rounded) weights."""
+    tokens = torch.randint(0, 999, (1, 131_072 + 256), device="cuda")
+    for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 4e-2)):
+        logits = []
+        for kernels, precision in (("torch", torch.float32), ("auto", dtype)):
+            ops.select_kernels(kernels, "cuda")
+            model = gpu_model(name, n_layer=3).to(dtype).to(precision).cuda()
+            cache = model.new_cache(1, 131_072)
+            model.prefill(tokens[:, :-256], cache)
+            logits.append(model.denoise(tokens[:, -256:], cache, torch.ones(1, device="cuda"))[..., :-1])
+        error = relative(logits[1], logits[0])
+        print(f"\n{name} {dtype}: {error:.1e}", end="")
+        assert error < limit
