@@ -530,7 +530,7 @@ def print_paper_table(results):
     if mcqa:
         columns.append(("MCQA", [cell(r["mcqa"]["macro"], "acc") for r in results]))
         columns.append(("paper", [p[7] for p in paper]))
-    print("\nside by side, and with the paper's best model of the same shape")
+    print("\nside by side; paper: its best model of that shape")
     print_table(columns)
 
 
