@@ -16,13 +16,13 @@ import sys
 import time
 
 import torch
-import torch.nn.functional as F
 
 import ops
 from configurator import ConfigError, configure
 from data import DataError, get_tokenizer
-from model import (BiMamba, BlockDiffusionLM, Cache, ModelError, config_from_file, gated_norm,
-                   load_model, save_atomically)
+from fold import prepare_for_inference
+from model import (BlockDiffusionLM, Cache, ModelError, config_from_file, load_model,
+                   save_atomically)
 
 # ---------------------------------------------------------------------------------------------
 # Settings
@@ -79,22 +79,18 @@ class Sampler:
             raise ConfigError("tokens_per_step must be at least 1, temperature at least 0, and top_p "
                               "in (0, 1]")
 
-    def uniform(self, *shape, device, active=None):
+    def uniform(self, *shape, device):
         """(b, *shape) fp64 uniforms, row i from generators[i]. fp32 noise would truncate the tail of
-        the Gumbel distribution and sharpen samples (arXiv 2409.02908). Rows that are not active get
-        0.5 and draw nothing, so that waiting for another row changes nothing."""
-        active = [True] * len(self.generators) if active is None else active.tolist()
-        rows = [torch.rand(*shape, generator=g, dtype=torch.float64, device=g.device) if on else
-                torch.full(shape, 0.5, dtype=torch.float64, device=g.device)
-                for g, on in zip(self.generators, active)]
-        return torch.stack(rows).to(device)
+        the Gumbel distribution and sharpen samples (arXiv 2409.02908)."""
+        return torch.stack([torch.rand(*shape, generator=g, dtype=torch.float64, device=g.device)
+                            for g in self.generators]).to(device)
 
-    def pick(self, logits, active=None):
+    def pick(self, logits):
         """Draws tokens (b, m) from logits (b, m, v) by Gumbel-argmax, after temperature and cuts."""
         if self.temperature == 0:
             return logits.argmax(-1)
         logits = cut(logits.double() / self.temperature, self.top_k, self.top_p)
-        u = self.uniform(*logits.shape[1:], device=logits.device, active=active)
+        u = self.uniform(*logits.shape[1:], device=logits.device)
         return (logits - torch.log(-torch.log(u))).argmax(-1)
 
 
@@ -130,14 +126,13 @@ class ActiveBlock:
 
     def __init__(self, b, l, sampler, device):
         self.sampler, self.p = sampler, min(sampler.tokens_per_step, l)
-        self.xt = torch.full((b, l), sampler.mask_id, device=device)
+        self.xt = torch.full((b, l), sampler.mask_id, device=device)           # known tokens, or the mask
         self.t = torch.ones(b, dtype=torch.float64, device=device)
-        steps = -(-l // self.p)
-        self.order = torch.zeros(b, steps * self.p, dtype=torch.long, device=device)
-        self.done = torch.zeros(b, 1, dtype=torch.long, device=device)
+        self.order = torch.arange(l + -l % self.p, device=device).repeat(b, 1) % l     # whole steps
+        self.done = torch.zeros(b, 1, dtype=torch.long, device=device)         # positions of it so far
 
     def start(self, xt):
-        """Takes on xt (b, l), known tokens or the mask, and draws the order of its positions."""
+        """Takes on xt (b, l) and draws the order of its positions."""
         sampler, l = self.sampler, xt.size(1)
         self.xt.copy_(xt)
         self.done.zero_()
@@ -148,13 +143,13 @@ class ActiveBlock:
             self.order[:, :l] = ranks.masked_fill(~masked, 2).argsort(1)       # known tokens last
             self.order[:, l:] = self.order[:, :1]       # fills the last step up: known by then
 
-    def reveal(self, logits_fn, active=None):
+    def reveal(self, logits_fn):
         """One step. logits_fn(xt, t, at) -> logits (b, m, v) of the positions at (b, m), or of all where
-        at is None; t (b,). Rows that are not active (b,) draw nothing; None: all are."""
+        at is None; t (b,) is the masked fraction of each row."""
         sampler, xt, at = self.sampler, self.xt, None
         masked = xt == sampler.mask_id
         if sampler.order == "first_hitting":            # the largest of m uniforms on (0, t)
-            u = sampler.uniform(1, device=xt.device, active=active)[:, 0]
+            u = sampler.uniform(1, device=xt.device)[:, 0]
             self.t *= u ** (1 / masked.sum(1).clamp(min=1))
         else:
             self.t.copy_(masked.double().mean(1))
@@ -162,7 +157,7 @@ class ActiveBlock:
             at = self.order.gather(1, self.done + torch.arange(self.p, device=xt.device))
             self.done += self.p
         logits = logits_fn(xt, self.t.float(), at)
-        drawn = sampler.pick(logits, active)                                   # (b, m)
+        drawn = sampler.pick(logits)                                           # (b, m)
         if at is None:
             chosen = self.surest(logits, drawn, masked)
         else:
@@ -176,6 +171,26 @@ class ActiveBlock:
         best = sure.topk(1 if by_threshold else self.p, 1).indices
         chosen = torch.zeros_like(masked).scatter(1, best, True)
         return chosen | (sure >= self.sampler.threshold) if by_threshold else chosen
+
+    def finish(self, step, counts, on_step=None):
+        """
+        Calls step() until nothing is masked; counts: masked tokens of each row. A row that is done
+        before the others must seem to draw nothing, so its generator is put back. Only order=threshold
+        has to ask the device, once a step, how many tokens are left.
+        """
+        while any(n > 0 for n in counts):
+            idle = [g for g, n in zip(self.sampler.generators, counts) if n <= 0]
+            states = [g.get_state() for g in idle]
+            step()
+            for g, state in zip(idle, states):
+                g.set_state(state)
+            if self.sampler.order == "threshold":
+                counts = (self.xt == self.sampler.mask_id).sum(1).tolist()
+            else:
+                counts = [n - self.p for n in counts]
+            if on_step:
+                on_step(self.xt)
+        return self.xt
 
 
 def decode_block(xt, logits_fn, sampler, on_step=None):
@@ -191,107 +206,8 @@ def decode_block(xt, logits_fn, sampler, on_step=None):
         logits = logits_fn(xt, t)
         return logits if at is None else take(logits, at)
 
-    while (active := (block.xt == sampler.mask_id).any(1)).any():
-        block.reveal(logits_at, active)
-        if on_step:
-            on_step(block.xt)
-    return block.xt
-
-
-# ---------------------------------------------------------------------------------------------
-# Weights for generation: exact savings that training cannot have
-
-class MergedMamba:
-    """
-    Both directions of a BiMamba as one mixer of double width: one projection in, one convolution, one
-    scan, one projection out, whose product does the sum. Direction is a leading axis of two.
-    """
-
-    @torch.no_grad()
-    def __init__(self, mixer, dtype):
-        pair, f = (mixer.fwd, mixer.rev), mixer.fwd
-        self.heads, self.d_inner, self.d_state, self.chunk_len = f.heads, f.d_inner, f.d_state, f.chunk_len
-        self.inner = f.in_proj.out_features             # widths of z, x, B and C
-        rows = [m.in_proj.weight for m in pair] + [m.dt_proj.weight for m in pair]
-        rows.append(rows[0].new_zeros(-2 * (self.inner + f.heads) % 64, rows[0].size(1)))
-        self.w_in = torch.cat(rows).to(dtype)
-        self.w_out = torch.cat([m.out_proj.weight for m in pair], 1).to(dtype)
-        self.conv_weight = torch.cat([m.conv_weight for m in pair]).to(dtype)  # (2 c, w)
-        self.conv_bias = torch.cat([m.conv_bias for m in pair]).to(dtype)
-        self.norm = torch.stack([m.norm_weight for m in pair])[:, None, None].to(dtype)
-        exact = ops.at_least_fp32(dtype)
-        self.dt_bias = torch.stack([m.dt_bias for m in pair])[:, None, None].to(exact)
-        self.A = torch.stack([-torch.exp(m.A_log.to(exact)) for m in pair])    # (2, h)
-        self.D = torch.stack([m.D for m in pair]).to(exact)
-
-    def __call__(self, u, conv, ssm):
-        """BiMamba.scan_both(u, conv, ssm); u (b, l, d)."""
-        (b, l, _), h, di, n, inner = u.shape, self.heads, self.d_inner, self.d_state, self.inner
-        proj = F.linear(u, self.w_in)
-        fwd, rev, dt = proj[..., :inner], proj[..., inner:2 * inner], proj[..., 2 * inner:]
-        rev = rev.flip(1)
-        z = torch.stack([fwd[..., :di], rev[..., :di]])                        # (2, b, l, di)
-        dt = torch.stack([dt[..., :h], dt[..., h:2 * h].flip(1)])              # (2, b, l, h)
-        start = torch.cat([conv, torch.zeros_like(conv)], -1).to(u.dtype)
-        xBC = torch.cat([fwd[..., di:], rev[..., di:]], -1)                    # (b, l, 2 c)
-        xBC = ops.causal_conv(xBC, self.conv_weight, self.conv_bias, start)
-        xBC = xBC.unflatten(-1, (2, -1)).permute(2, 0, 1, 3).flatten(0, 1)     # (2 b, l, c)
-        x, B, C = xBC.split([di, n, n], -1)
-        dt = F.softplus(dt.to(self.dt_bias.dtype) + self.dt_bias).flatten(0, 1)
-        ssm = torch.cat([ssm, torch.zeros_like(ssm)])
-        A, D = (v[:, None].expand(2, b, h).reshape(2 * b, h) for v in (self.A, self.D))
-        y, _ = ops.ssd_scan(x.unflatten(-1, (h, -1)), dt, A, B, C, D, ssm, want_states=False,
-                            chunk_len=self.chunk_len)
-        y = gated_norm(y.reshape(2, b, l, di), z, self.norm)
-        return F.linear(torch.cat([y[0], y[1].flip(1)], -1), self.w_out)
-
-
-@torch.no_grad()
-def fold_norm(norm, shift, scale):
-    """Makes a LayerNorm include the modulation x * (1 + scale) + shift of what it returns."""
-    if shift is not None:
-        bias = shift if norm.bias is None else norm.bias * (1 + scale) + shift
-        norm.weight.mul_(1 + scale)
-        norm.bias = torch.nn.Parameter(bias.clone())
-
-
-@torch.no_grad()
-def fold_layer(layer, c):
-    """Folds the modulation by a constant c into a layer's norms and the projections that are gated."""
-    shift, scale, gate, shift2, scale2, gate2 = (
-        None if p is None else p.flatten() for p in layer.modulation(c))
-    fold_norm(layer.norm1, shift, scale)
-    fold_norm(layer.norm2, shift2, scale2)
-    if gate is not None:
-        layer.mixer.out_proj.weight.mul_(gate[:, None])
-        layer.mlp[2].weight.mul_(gate2[:, None])
-        layer.mlp[2].bias.mul_(gate2)
-
-
-@torch.no_grad()
-def prepare_for_inference(model, dtype):
-    """
-    After this a model can be neither trained nor saved. Without timestep conditioning, the constant
-    modulation goes into norms and projections; the two Mamba directions become one mixer; projections
-    and head get aligned widths; weights become dtype, but for A, dt and D. Returns the model.
-    """
-    if not model.config.time_conditioning:
-        c = model.condition(None)
-        for layer in model.layers:
-            fold_layer(layer, c)
-        fold_norm(model.norm, *(p.flatten() for p in model.adaln(c).chunk(2, -1)))
-        model.folded = True
-    for layer in model.layers:
-        if isinstance(layer.mixer, BiMamba):
-            if layer.mixer.reverse_scan:
-                layer.mixer.merged = MergedMamba(layer.mixer, dtype)
-            layer.mixer.fwd.joined = layer.mixer.fwd.join_projections().to(dtype)
-    pad = (0, 0, 0, -model.config.vocab_size % 64)
-    model.head.weight = torch.nn.Parameter(F.pad(model.head.weight, pad))
-    for name, p in model.named_parameters():
-        if not name.endswith(("A_log", "dt_bias", ".D")):
-            p.data = p.data.to(dtype)
-    return model.eval()
+    counts = (xt == sampler.mask_id).sum(1).tolist()
+    return block.finish(lambda: block.reveal(logits_at), counts, on_step)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -420,29 +336,17 @@ class BlockDecoder(ActiveBlock):
         self.cache.clear()
 
     def decode(self, xt, commit, counts, on_step=None):
-        """
-        Unmasks xt (b, l), which has `counts` masked tokens: a number, or one for each row. `commit`
+        """Unmasks xt (b, l), which has `counts` masked tokens: a number, or one for each row. `commit`
         appends the block decoded before it first. Returns x0 (b, l), a tensor that the next call
-        overwrites; on_step as in `decode_block`. Only order=threshold has to ask the device, after
-        every step, how many tokens are left.
-        """
+        overwrites; on_step as in `decode_block`."""
+        def step():
+            nonlocal commit
+            self.graphs[commit].replay() if self.graphs else self.step(commit)
+            self.passes, commit = self.passes + 1, False
+
         self.finished.copy_(self.xt)
         self.start(xt)
-        counts = torch.as_tensor(counts).expand(len(xt)).tolist()
-        while any(n > 0 for n in counts):
-            idle = [g for g, n in zip(self.sampler.generators, counts) if n <= 0]
-            states = [g.get_state() for g in idle]      # a finished row must seem to draw nothing
-            self.graphs[commit].replay() if self.graphs else self.step(commit)
-            for g, state in zip(idle, states):
-                g.set_state(state)
-            commit, self.passes = False, self.passes + 1
-            if self.sampler.order == "threshold":
-                counts = (self.xt == self.sampler.mask_id).sum(1).tolist()
-            else:
-                counts = [n - self.p for n in counts]
-            if on_step:
-                on_step(self.xt)
-        return self.xt
+        return self.finish(step, torch.as_tensor(counts).expand(len(xt)).tolist(), on_step)
 
 
 @dataclasses.dataclass
