@@ -288,8 +288,9 @@ def backward_kernel(x, dt, A, B, C, D, dy, S, G, dx, ddt, dA, dB, dC, dD, l, h, 
     B, C = B + row * sBr, C + row * sCr
     bq, cq = load2(B, first, step, ok, sBl, kn), load2(C, first, step, ok, sCl, kn)
     cb = tl.zeros((q, q), tl.float32)  # (j, i): B_j.C_i, the same for all heads
-    for k in range(0, n, 32):  # a loop, else 8 warps make a product that feeds a product twice
-        k32 = k + tl.arange(0, 32)
+    part: tl.constexpr = 32 if n > 32 else n
+    for k in range(0, n, part):  # a loop, else 8 warps make a product that feeds a product twice
+        k32 = k + tl.arange(0, part)
         b32, c32 = load2(B, first, step, ok, sBl, k32), load2(C, first, step, ok, sCl, k32)
         cb = dot(b32, tl.trans(c32), cb)
     kv = tl.zeros((q, q), tl.float32)  # (j, i): sum over heads of L_ij dt_j dy_i.x_j
@@ -648,7 +649,7 @@ def conv_back_step(u, dout, us, das, w, b, W: tl.constexpr):
 
 @triton.jit
 def conv_backward_kernel(u, weight, bias, initial, dout, du, dparams, dinitial, rows, s, c,
-                         sur, sul, sir, sil, sor, sol,
+                         sur, sul, sir, sil, sor, sol, sdr, sdl,
                          W: tl.constexpr, T: tl.constexpr, R: tl.constexpr, K: tl.constexpr):
     """R pieces of T positions by K channels, each from end to start, with da_i = dout_i silu'(a_i):
         du_i = sum_j weight_j da_{i+w-1-j}        dweight_j = sum_i da_i u_{i-w+1+j}
@@ -659,7 +660,7 @@ def conv_backward_kernel(u, weight, bias, initial, dout, du, dparams, dinitial, 
     kc = tl.program_id(1) * K + tl.arange(0, K)
     ok = (row < rows)[:, None] & (kc < c)[None, :]
     w, b = conv_weights(weight, bias, kc, c, W)
-    u, dout, du = u + row * sur, dout + row * sor, du + row * s * c
+    u, dout, du = u + row * sur, dout + row * sor, du + row * sdr
     if initial is not None:
         initial += row * sir
     zero = tl.zeros((R, K), tl.float32)
@@ -681,7 +682,7 @@ def conv_backward_kernel(u, weight, bias, initial, dout, du, dparams, dinitial, 
         for j in tl.static_range(W):
             i = end - 1 - t - j
             us, das = conv_back_step(new[j], douts[j], us, das, w, b, W)
-            tl.store((du + i * c)[:, None] + kc[None, :],
+            tl.store((du + i * sdl)[:, None] + kc[None, :],
                      weighted(w, das, W).to(du.dtype.element_ty), mask=ok & (i < s)[:, None])
             sums = ()
             for k in tl.static_range(W):
@@ -709,19 +710,25 @@ def causal_conv_forward(u: Tensor, weight: Tensor, bias: Tensor,
     return out
 
 
-@operator(lambda dout, *inputs: like(*inputs))
-def causal_conv_backward(dout: Tensor, u: Tensor, weight: Tensor, bias: Tensor,
-                         initial: Optional[Tensor]) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    (r, s, c), (du, dweight, dbias, dinitial) = u.shape, like(u, weight, bias, initial)
+def conv_backward_into(du, dout, u, weight, bias, initial):
+    """Writes into du, of any strides but the last. -> dweight, dbias, dinitial"""
+    (r, s, c), (dweight, dbias, dinitial) = u.shape, like(weight, bias, initial)
     dout, W, R, K = rowwise(dout), weight.shape[1], 8, 64
     T = 16 * W  # a multiple of w: the walk goes w steps at a time
     programs = triton.cdiv(r * triton.cdiv(s, T), R)
     dparams = u.new_empty(programs, W + 1, c, dtype=torch.float32)
     conv_backward_kernel[programs, triton.cdiv(c, K)](
         u, weight, bias, initial, dout, du, dparams, dinitial, r, s, c, *strides(u, 2),
-        *strides(initial, 2), *strides(dout, 2), W=W, T=T, R=R, K=K)
+        *strides(initial, 2), *strides(dout, 2), *strides(du, 2), W=W, T=T, R=R, K=K)
     dparams = dparams.sum(0)
-    return du, dweight.copy_(dparams[:W].T), dbias.copy_(dparams[W]), dinitial
+    return dweight.copy_(dparams[:W].T), dbias.copy_(dparams[W]), dinitial
+
+
+@operator(lambda dout, *inputs: like(*inputs))
+def causal_conv_backward(dout: Tensor, u: Tensor, weight: Tensor, bias: Tensor,
+                         initial: Optional[Tensor]) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    du = u.new_empty(u.shape)
+    return du, *conv_backward_into(du, dout, u, weight, bias, initial)
 
 
 differentiable(causal_conv_forward, causal_conv_backward)

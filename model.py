@@ -134,13 +134,6 @@ def gated(h, y, gate):
     return (h + (y if gate is None else gate * y)).to(h.dtype)
 
 
-def gated_norm(y, z, weight):
-    """RMS norm of y * SiLU(z), statistics in fp32."""
-    y = (y * F.silu(z)).to(ops.at_least_fp32(y.dtype))
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)
-    return (y * weight).to(z.dtype)
-
-
 class TimestepEmbedding(nn.Module):
     """t (m,) in [0, 1] -> (m, 1, d): a sinusoid of 256 features, then a two-layer MLP."""
 
@@ -210,7 +203,7 @@ class Mamba2(nn.Module):
         super().__init__()
         d, di, n = config.d_model, config.d_inner, config.d_state
         self.heads, self.d_inner, self.d_state = di // config.mamba_head_dim, di, n
-        self.chunk_len, self.w = config.chunk_len, config.conv_width
+        self.chunk_len = config.chunk_len
         # dt has a weight of its own, so that z, x, B and C are slices at multiples of 8, which tensor
         # cores and 16-byte loads want.
         self.in_proj = nn.Linear(d, 2 * di + 2 * n, bias=False)
@@ -236,20 +229,11 @@ class Mamba2(nn.Module):
         zeros. Returns y (r, s, d), and the conv and ssm states before every block and at the end:
         (r, k + 1, w-1, c), (r, k + 1, h, p, n) with k = s / block_len, or k = 1.
         """
-        inner, weight = self.in_proj.out_features, self.joined
-        weight = self.join_projections() if weight is None else weight
-        z, xBC, dt, _ = F.linear(u, weight).split(
-            [self.d_inner, inner - self.d_inner, self.heads, -(inner + self.heads) % 64], -1)
-        if conv is None:
-            conv = xBC.new_zeros(len(u), self.w - 1, xBC.size(-1))
-        convs = ops.conv_boundaries(xBC, conv, block_len) if want_states else None
-        xBC = ops.causal_conv(xBC, self.conv_weight, self.conv_bias, conv)
-        x, B, C = xBC.split([self.d_inner, self.d_state, self.d_state], -1)
+        proj = F.linear(u, self.join_projections() if self.joined is None else self.joined)
         dtype = ops.at_least_fp32(u.dtype)
-        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))                 # (r, s, h)
-        y, ssms = ops.ssd_scan(x.unflatten(-1, (self.heads, -1)), dt, -torch.exp(self.A_log.to(dtype)),
-                               B, C, self.D, ssm, block_len, self.chunk_len, want_states)
-        return self.out_proj(gated_norm(y.flatten(2), z, self.norm_weight)), convs, ssms
+        return ops.mamba_mixer(
+            proj, self.conv_weight, self.conv_bias, self.dt_bias.to(dtype), -torch.exp(self.A_log.to(dtype)),
+            self.D, self.norm_weight, self.out_proj.weight, conv, ssm, block_len, self.chunk_len, want_states)
 
 
 class BiMamba(nn.Module):
@@ -416,7 +400,11 @@ class BlockDiffusionLM(nn.Module):
 
     def compile_layers(self, *methods):
         """torch.compile of the layers' methods named, two_stream by default: one graph for each kind of
-        layer, whatever their number."""
+        layer, whatever their number. The backward makes what is pointwise again (GELU, norms) rather
+        than keep it: a third less memory for at most 2 % of the time."""
+        from torch._functorch import config as partitioner
+        partitioner.ban_recompute_materialized_backward = False
+        partitioner.ban_recompute_used_far_apart = False
         for layer in self.layers:
             for name in methods or ("two_stream",):
                 setattr(layer, name, torch.compile(getattr(layer, name), dynamic=False))

@@ -4,6 +4,7 @@ The heavy operations of a block-diffusion Mamba-2 / attention hybrid, each with 
   ssd_scan              the selective state-space scan (paper, eq. mamba-scan-background), chunked
   ssd_scan_ref          the same as a literal loop over positions: the definition
   causal_conv           the short convolution before the scan, with carried state
+  mamba_mixer           both of them, the gated norm and the output projection: a Mamba-2 mixer
   two_stream_attention  clean and noisy streams of the all-block objective, one mask function
   cached_attention      one chunk against a key/value cache and itself
   linear_cross_entropy  head and loss over masked positions, never holding (b, s, v) logits
@@ -17,7 +18,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
-KERNELS = {"scan": "torch", "two_stream": "sdpa", "cached": "sdpa", "cross_entropy": "torch"}
+KERNELS = {"scan": "torch", "mixer": "torch", "two_stream": "sdpa", "cached": "sdpa", "cross_entropy": "torch"}
 
 
 def at_least_fp32(dtype):
@@ -60,7 +61,7 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
     positions (state-space duality, Dao & Gu 2024). Differentiable in every tensor argument. Where
     nobody reads the states, want_states=False lets the fast path skip them and return None.
     """
-    if KERNELS["scan"] == "triton":
+    if KERNELS["scan"] == "triton" and _fits_triton(x.size(-1), B.size(-1)):
         return _ssd_scan_triton(x, dt, A, B, C, D, initial_state, block_len, want_states)
     b, s, h, p = x.shape
     n = B.size(-1)
@@ -97,6 +98,11 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
 
 
 SCAN_ROW = 256                          # positions of a row of the Triton kernels
+
+
+def _fits_triton(*dims):
+    """Whether tiles can be of these sizes: powers of two from 16 on."""
+    return all(n >= 16 and n & (n - 1) == 0 for n in dims)
 
 
 def _ssd_scan_triton(x, dt, A, B, C, D, initial_state, block_len, want_states):
@@ -189,6 +195,49 @@ def conv_boundaries(u, initial, block_len):
 
 
 # ----------------------------------------------------------------------------------------------
+# The mixer around convolution and scan
+
+def gated_norm(y, z, weight):
+    """RMS norm of y * SiLU(z), statistics in fp32."""
+    y = (y * F.silu(z)).to(at_least_fp32(y.dtype))
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)
+    return (y * weight).to(z.dtype)
+
+
+def mamba_mixer(proj, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_weight, conv=None, ssm=None,
+                block_len=None, chunk_len=128, want_states=True):
+    """
+    A Mamba-2 mixer (Dao & Gu 2024) from its input projection to its output.
+
+    proj (r, s, .): z (h p), x (h p), B and C (n each) and dt (h) side by side; anything after them is
+    ignored. conv_weight (h p + 2 n, w); conv_bias; dt_bias, A < 0 and D (h,); norm_weight (h p,);
+    out_weight (d, h p); boundary states conv (r, w-1, c) and ssm (r, h, p, n), None for zeros.
+    Returns y (r, s, d), and the conv and ssm states before every block and at the end: (r, k + 1, w-1,
+    c), (r, k + 1, h, p, n) with k = s / block_len, or 1; None where want_states is False.
+    """
+    di, h, s = norm_weight.numel(), A.numel(), proj.size(1)
+    n = (conv_weight.size(0) - di) // 2
+    row = min(block_len or s, SCAN_ROW)
+    row = row if s % row == 0 else block_len or s
+    wanted = want_states and (block_len or s)
+    if (KERNELS["mixer"] == "fused" and torch.is_grad_enabled() and _fits_triton(di // h, n)
+            and row >= conv_weight.size(1)):
+        import kernels_mixer
+        return kernels_mixer.mamba_mixer(proj, conv_weight, conv_bias, dt_bias, A, D, norm_weight,
+                                         out_weight, conv, ssm, row, wanted or 0)
+    z, xBC, dt = proj[..., :2 * di + 2 * n + h].split([di, di + 2 * n, h], -1)
+    if conv is None:
+        conv = xBC.new_zeros(len(proj), conv_weight.size(1) - 1, xBC.size(-1))
+    convs = conv_boundaries(xBC, conv, block_len) if want_states else None
+    xBC = causal_conv(xBC, conv_weight, conv_bias, conv)
+    x, B, C = xBC.split([di, n, n], -1)
+    dt = F.softplus(dt.to(A.dtype) + dt_bias)                                  # (r, s, h)
+    y, ssms = ssd_scan(x.unflatten(-1, (h, -1)), dt, A, B, C, D, ssm, block_len, chunk_len, want_states)
+    y = F.linear(gated_norm(y.flatten(2), z, norm_weight), out_weight)
+    return (y, convs, ssms) if want_states else (y, None, None)
+
+
+# ----------------------------------------------------------------------------------------------
 # Attention
 
 def two_stream_mask(q, kv, block_len, n_clean):
@@ -239,10 +288,12 @@ def two_stream_attention(clean, noisy, masks):
 def _masked_attention(q, k, v, mask):
     if isinstance(mask, torch.Tensor):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return _compiled_flex()(q, k, v, block_mask=mask)
+    return _compiled_flex()(q, k, v, block_mask=mask, kernel_options=FLEX_OPTIONS)
 
 
 FLEX_TILE = 128                         # every tile of a block is wholly visible or not at all
+# Head dimensions 52 and 56 get tiles of 64 queries by default, which take a quarter longer.
+FLEX_OPTIONS = dict(fwd_BLOCK_M=128, fwd_BLOCK_N=64)
 
 
 @functools.lru_cache(maxsize=8)
@@ -404,6 +455,7 @@ def select_kernels(setting, device):
             import kernels                              # noqa: F401
         except Exception as error:                      # a broken Triton fails in many ways
             fast, why = False, f" (no Triton: {type(error).__name__}: {error})"
-    KERNELS.update(scan="triton" if fast else "torch", cached="triton" if fast else "sdpa",
+    KERNELS.update(scan="triton" if fast else "torch", mixer="fused" if fast else "torch",
+                   cached="triton" if fast else "sdpa",
                    two_stream="flex" if on_gpu else "sdpa", cross_entropy="compiled" if on_gpu else "torch")
     return "kernels: " + ", ".join(f"{name} {choice}" for name, choice in KERNELS.items()) + why

@@ -4,8 +4,10 @@ eq. partial-reverse). All four models; a full-sequence model is one block as lon
 
     python sample.py                                            # continue from out/ckpt.pt
     python sample.py --prompt "def " --length 1000 --watch      # see each block being unmasked
+    python sample.py --prompt_file=book.txt --save_cache=book   # read it once, go on with
+    python sample.py --load_cache=book --prompt " Then"         # this text after it, or with none
 
-`generate` is the engine to import; `decode_block` is where a new decoder goes.
+`generate` is the engine to import; `ActiveBlock.reveal` is where a new decoder goes.
 """
 import codecs
 import dataclasses
@@ -367,7 +369,7 @@ def generate(model, prompts, length, sampler, stop_token=None, on_block=None, on
     prompts: list of 1-D int64 tensors, possibly of different lengths; sampler: Sampler with one
     generator per prompt; stop_token: end a row after it. on_block(row, tokens) is called with the
     new tokens of a row after each block, on_step(xt) after each denoising step. engine: "simple",
-    "fused" (BlockDecoder), "graphs" (the same in CUDA graphs), or "auto": see `choose_engine`. prefix:
+    "fused" (BlockDecoder), "graphs" (the same in CUDA graphs), or "auto": see `make_decoder`. prefix:
     a Prefix that comes before every prompt, which may then be empty; rows begin with its tokens. A
     prompt's last, incomplete block starts out as the known part of the active block. Raises ModelError
     when the result would not fit the rotary capacity, ConfigError for an engine that cannot run.
@@ -384,8 +386,7 @@ def generate(model, prompts, length, sampler, stop_token=None, on_block=None, on
     for i, (prompt, start) in enumerate(zip(prompts, starts)):
         active[i, :len(prompt) - start] = prompt[start:]
     unknown = (active == c.mask_id).sum(1).tolist()
-    synchronize(device)
-    started, passes, ended = time.time(), 0, [False] * len(rows)
+    started, passes, ended = now(device), 0, [False] * len(rows)
 
     def logits_fn(xt, t):
         nonlocal passes
@@ -412,9 +413,15 @@ def generate(model, prompts, length, sampler, stop_token=None, on_block=None, on
         if all(len(row) == total for row, total in zip(rows, totals)):
             break
         active.fill_(c.mask_id)
-    synchronize(device)
     passes = decoder.passes if decoder else passes
-    return Generation(rows, passes, time.time() - started, cache.nbytes)
+    return Generation(rows, passes, now(device) - started, cache.nbytes)
+
+
+def now(device):
+    """Seconds, when all work given to the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.time()
 
 
 def plan(config, prompts, length):
@@ -452,59 +459,46 @@ def read_prompts(model, cache, prompts, starts, prefix):
 
 
 def make_decoder(wanted, model, cache, sampler, block_len):
-    """The BlockDecoder of an engine, None for "simple". Under "auto", what stands in the way of
-    CUDA graphs is said once, and the same steps run without them."""
-    engine = choose_engine(wanted, model, sampler)
-    if engine != "graphs":
-        return None if engine == "simple" else BlockDecoder(model, cache, sampler, block_len, False)
-    states = [g.get_state() for g in sampler.generators]
-    try:
-        return BlockDecoder(model, cache, sampler, block_len, True)
-    except RuntimeError as error:
-        if wanted == "graphs":
-            raise
-        say_once(f"no CUDA graphs, since one could not be recorded: {str(error).splitlines()[0]}")
-        # Those that were being recorded cannot be used again.
-        sampler.generators = [torch.Generator(g.device) for g in sampler.generators]
-        for g, state in zip(sampler.generators, states):
-            g.set_state(state)
-        cache.clear()
-        return BlockDecoder(model, cache, sampler, block_len, False)
-
-
-def choose_engine(wanted, model, sampler):
     """
-    "auto" is graphs on a GPU and simple elsewhere; on a GPU without what graphs need, fused, and the
-    reason is printed once. A demand for graphs is then a ConfigError. The simple and the fused engine
-    serve every request, and so do graphs where they run.
+    The BlockDecoder of an engine, None for "simple". "auto" is graphs on a GPU and simple elsewhere; on
+    a GPU without what graphs need, the same steps run without them and the reason is printed once. A
+    demand for graphs is then a ConfigError. Every engine serves every decoder and every request.
     """
     if wanted not in ("auto", "simple", "fused", "graphs"):
         raise ConfigError(f"engine '{wanted}' is not one of auto, simple, fused, graphs")
-    on_gpu = model.embed.weight.is_cuda
-    if wanted in ("simple", "fused") or (wanted == "auto" and not on_gpu):
-        return "fused" if wanted == "fused" else "simple"
-    why = ""
-    if not on_gpu:
-        why = "the model is on the CPU"
-    elif any(g.device.type != "cuda" for g in sampler.generators):
-        why = "the generators are on the CPU"
-    elif ops.KERNELS["cached"] != "triton" and not model.config.full_sequence:
-        why = "they need the Triton kernels (--kernels=auto; pip install triton)"
-    if why and wanted == "graphs":
+    if wanted == "simple" or (wanted == "auto" and not model.embed.weight.is_cuda):
+        return None
+    why, states = why_no_graphs(model, sampler), [g.get_state() for g in sampler.generators]
+    if wanted != "fused" and not why:
+        try:
+            return BlockDecoder(model, cache, sampler, block_len, True)
+        except RuntimeError as error:
+            why = f"one could not be recorded: {str(error).splitlines()[0]}"
+            cache.clear()                               # generators in a broken recording are lost
+            sampler.generators = [torch.Generator(g.device) for g in sampler.generators]
+            for g, state in zip(sampler.generators, states):
+                g.set_state(state)
+    if wanted == "graphs":
         raise ConfigError(f"no CUDA graphs: {why}")
-    if why:
+    if wanted == "auto":
         say_once(f"no CUDA graphs: {why}")
-    return "fused" if why else "graphs"
+    return BlockDecoder(model, cache, sampler, block_len, False)
+
+
+def why_no_graphs(model, sampler):
+    """What stands in the way of CUDA graphs; empty if nothing does."""
+    if not model.embed.weight.is_cuda:
+        return "the model is on the CPU"
+    if any(g.device.type != "cuda" for g in sampler.generators):
+        return "the generators are on the CPU"
+    if ops.KERNELS["cached"] != "triton" and not model.config.full_sequence:
+        return "they need the Triton kernels (--kernels=auto, pip install triton)"
+    return ""
 
 
 @functools.lru_cache(maxsize=None)
 def say_once(text):
     print(text, file=sys.stderr)
-
-
-def synchronize(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 # ---------------------------------------------------------------------------------------------

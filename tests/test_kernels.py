@@ -265,3 +265,74 @@ def test_operators_declare_the_shapes_that_they_return():
             (kernels.causal_conv_backward, (u, u, w, bias, u[:, :3])),
             (kernels_attention.block_attention, attention_inputs([20], 16, 16, torch.float32))):
         torch.library.opcheck(op, args, test_utils=tests)
+
+
+# ----------------------------------------------------------------------------------------------
+# The mixer as one operator
+
+def mixer_inputs(s, dtype, rows, states, h=3, p=16, n=16, w=4, d=24):
+    torch.manual_seed(0)
+    di = h * p
+    c = di + 2 * n
+
+    def random(*shape, scale=1.0):
+        return scale * torch.randn(*shape, device=DEVICE)
+    proj = random(rows, s, 2 * di + 2 * n + h + 5).to(dtype)
+    return dict(proj=proj, conv_weight=random(c, w), conv_bias=random(c), dt_bias=random(h) - 2,
+                A=-random(h).exp(), D=random(h), norm_weight=1 + random(di, scale=0.1),
+                out_weight=random(d, di, scale=0.2).to(dtype),
+                conv=random(rows, w - 1, c).to(dtype) if states else None,
+                ssm=random(rows, h, p, n) if states else None)
+
+
+@DTYPES
+@pytest.mark.parametrize("s, block_len, rows, states, want", [
+    (48, None, 3, True, False),                         # noisy blocks, each from its own states
+    (64, 16, 2, False, True),                           # the clean stream: a state for every block
+    (64, None, 2, False, False),                        # a full sequence: many rows, no states
+    (64, 32, 1, True, True),                            # blocks of two rows, from given states
+])
+def test_mixer_and_its_gradients_are_the_plain_lines(dtype, s, block_len, rows, states, want, monkeypatch):
+    monkeypatch.setattr(ops, "SCAN_ROW", 16)
+    if not want and states:
+        monkeypatch.setattr(ops, "SCAN_ROW", s)
+    outcomes = []
+    for choice in ("fused", "torch"):
+        monkeypatch.setitem(ops.KERNELS, "mixer", choice)
+        monkeypatch.setitem(ops.KERNELS, "scan", "torch")
+        inputs = {k: None if v is None else v.clone().requires_grad_()
+                  for k, v in mixer_inputs(s, dtype, rows, states).items()}
+        if choice == "torch":                           # the reference in fp64
+            inputs = {k: None if v is None else v.detach().double().requires_grad_() for k, v in inputs.items()}
+        y, convs, ssms = ops.mamba_mixer(**inputs, block_len=block_len, want_states=want)
+        loss = (y.double() * torch.arange(y.numel(), device=DEVICE).view_as(y).sin()).sum()
+        if want:
+            for state in (convs, ssms):
+                loss = loss + (state.double() * torch.arange(state.numel(), device=DEVICE).view_as(state).cos()).sum()
+        loss.backward()
+        outcomes.append((dict(y=y, convs=convs, ssms=ssms),
+                         {k: v.grad for k, v in inputs.items() if v is not None}))
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    for got, exact in zip(*outcomes):
+        for name, value in got.items():
+            assert (value is None) == (exact[name] is None)
+            if value is not None:
+                with torch.no_grad():
+                    error = float((value.double() - exact[name]).norm() / exact[name].norm())
+                assert error < limit * (5 if name in ("A", "dt_bias") else 1), (name, error)   # sums that cancel
+
+
+def test_mixer_leaves_less_behind_than_the_plain_lines(monkeypatch):
+    """The fused operator keeps the projection, y and states; autograd keeps more."""
+    kept = {}
+    for choice in ("fused", "torch"):
+        monkeypatch.setitem(ops.KERNELS, "mixer", choice)
+        monkeypatch.setitem(ops.KERNELS, "scan", "triton")
+        inputs = {k: None if v is None else v.requires_grad_()
+                  for k, v in mixer_inputs(32, torch.float32, 2, True).items()}
+        storages = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+                lambda t: storages.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t):
+            ops.mamba_mixer(**inputs, want_states=False)
+        kept[choice] = sum(t.untyped_storage().nbytes() for t in storages.values())
+    assert kept["fused"] < 0.6 * kept["torch"]
