@@ -1,0 +1,15 @@
+# The four models side by side on a small text, and what time conditioning, the reverse scan and a
+# trained prefix are worth. Each config takes the better of two learning rates on a short run.
+out_dir = "out/sweep_novels"
+runs = ["config/small_attention.py", "config/small_diffumamba_h.py", "config/small_bdlm_attention.py",
+        "config/small_mamba_h.py",
+        "config/small_attention.py time_conditioning=true",
+        "config/small_diffumamba_h.py time_conditioning=true",
+        "config/small_bdlm_attention.py time_conditioning=true",
+        "config/small_mamba_h.py time_conditioning=true",
+        "config/small_mamba_h.py reverse_scan=false",
+        "config/small_mamba_h.py detach_prefix=true"]
+learning_rates = [1e-3, 3e-3]
+pick_iters = 500
+runs_per_gpu = 2
+eval_settings = "mc=8"
