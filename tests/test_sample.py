@@ -129,12 +129,13 @@ def test_where_graphs_cannot_be_had_the_same_steps_run_without_them_and_say_so_o
         decoder.cache.lengths += 8
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
     monkeypatch.setattr(sample.BlockDecoder, "capture", broken)
-    monkeypatch.setattr(sample, "choose_engine", lambda *_: "graphs")
+    monkeypatch.setattr(sample, "why_no_graphs", lambda *_: "")
+    monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True)
     sample.say_once.cache_clear()
     for _ in range(2):
         assert all(torch.equal(a, b) for a, b in zip(run(), want))
-    assert capsys.readouterr().err == "no CUDA graphs, since one could not be recorded: operation not permitted\n"
-    with pytest.raises(RuntimeError):
+    assert capsys.readouterr().err == "no CUDA graphs: one could not be recorded: operation not permitted\n"
+    with pytest.raises(ConfigError, match="not permitted$"):
         run("graphs")
 
 
@@ -258,6 +259,21 @@ def test_one_token_at_a_time_in_random_order_is_exact_ancestral_sampling():
     assert abs(agreement(tokens_per_step=1) - 0.9) < 0.03
     assert abs(agreement(order="first_hitting") - 0.9) < 0.03
     assert abs(agreement(tokens_per_step=2) - 0.5) < 0.03
+
+
+def test_first_hitting_visits_the_times_at_which_the_reverse_process_unmasks_tokens():
+    """Of l masked tokens at time t, the first is unmasked at the largest of l uniforms on (0, t)."""
+    n, times = 4000, []
+    def logits_fn(xt, t):
+        times.append(t)
+        return torch.zeros(n, 3, 3)
+    xt = torch.full((n, 3), 2)
+    xt[:, 0] = 1                                        # one of three is known: the block starts at t = 2/3
+    generators = [torch.Generator().manual_seed(i) for i in range(n)]
+    decode_block(xt, logits_fn, Sampler(generators, "first_hitting", mask_id=2))
+    first, second = times
+    assert abs(float(first.mean()) - 2 / 3 * 2 / 3) < 0.02 and abs(float(second.mean()) - 2 / 3 / 3) < 0.02
+    assert (second < first).all() and (first < 2 / 3).all()
 
 
 def test_bad_requests_are_refused_before_any_work():
