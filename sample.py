@@ -128,10 +128,10 @@ class ActiveBlock:
 
     def __init__(self, b, l, sampler, device):
         self.sampler, self.p = sampler, min(sampler.tokens_per_step, l)
-        self.xt = torch.full((b, l), sampler.mask_id, device=device)           # known tokens, or the mask
+        self.xt = torch.full((b, l), sampler.mask_id, device=device)           # known, or the mask
         self.t = torch.ones(b, dtype=torch.float64, device=device)
         self.order = torch.arange(l + -l % self.p, device=device).repeat(b, 1) % l     # whole steps
-        self.done = torch.zeros(b, 1, dtype=torch.long, device=device)         # positions of it so far
+        self.done = torch.zeros(b, 1, dtype=torch.long, device=device)         # so many of them
 
     def start(self, xt):
         """Takes on xt (b, l) and draws the order of its positions."""
@@ -146,8 +146,8 @@ class ActiveBlock:
             self.order[:, l:] = self.order[:, :1]       # fills the last step up: known by then
 
     def reveal(self, logits_fn):
-        """One step. logits_fn(xt, t, at) -> logits (b, m, v) of the positions at (b, m), or of all where
-        at is None; t (b,) is the masked fraction of each row."""
+        """One step. logits_fn(xt, t, at) -> logits (b, m, v) of the positions at (b, m), or of all
+        where at is None; t (b,) is the masked fraction of each row."""
         sampler, xt, at = self.sampler, self.xt, None
         masked = xt == sampler.mask_id
         if sampler.order == "first_hitting":            # the largest of m uniforms on (0, t)
@@ -167,7 +167,7 @@ class ActiveBlock:
         xt.copy_(torch.where(chosen & masked, drawn, xt))
 
     def surest(self, logits, drawn, masked):
-        """Where (b, l) to reveal tokens for their probability; logits (b, l, v), drawn, masked (b, l)."""
+        """Where (b, l) tokens are revealed for their probability: logits (b, l, v), drawn (b, l)."""
         sure = logits.softmax(-1).gather(2, drawn[..., None])[..., 0].masked_fill(~masked, -1)
         by_threshold = self.sampler.order == "threshold"
         best = sure.topk(1 if by_threshold else self.p, 1).indices
@@ -177,8 +177,8 @@ class ActiveBlock:
     def finish(self, step, counts, on_step=None):
         """
         Calls step() until nothing is masked; counts: masked tokens of each row. A row that is done
-        before the others must seem to draw nothing, so its generator is put back. Only order=threshold
-        has to ask the device, once a step, how many tokens are left.
+        before the others must seem to draw nothing, so its generator is put back. Only
+        order=threshold has to ask the device, once a step, how many tokens are left.
         """
         while any(n > 0 for n in counts):
             idle = [g for g, n in zip(self.sampler.generators, counts) if n <= 0]
@@ -244,7 +244,8 @@ def read_prefix(model, tokens, before=None):
 
 
 def fingerprint(model):
-    """sha256 of the configuration and of every weight as it is now, with its name and dtype."""
+    """sha256 of the configuration and of every weight as it is now, with its name and dtype. Weights
+    that were prepared on another kind of device differ in their last bits, and so do these."""
     digest = hashlib.sha256(repr(model.config).encode())
     for name, p in model.named_parameters():
         digest.update(f"{name} {p.dtype} {tuple(p.shape)}".encode())
@@ -255,7 +256,7 @@ def fingerprint(model):
 def save_prefix(path, model, prefix):
     """Writes a Prefix, atomically. Raises ModelError where that fails, or the model has no cache."""
     if model.config.full_sequence:
-        raise ModelError("a full-sequence model has no prefix cache to save: give it the prompt itself")
+        raise ModelError("a full-sequence model has no prefix cache: give it the prompt itself")
     layers = [tuple(part.cpu() for part in state) for state in prefix.cache.layers]
     save_atomically(path, dict(format="nanobdlm-prefix-1", fingerprint=fingerprint(model),
                                tokens=prefix.tokens, layers=layers))
@@ -265,7 +266,7 @@ def load_prefix(path, model):
     """Reads a Prefix as plain data, left on disk until it is copied. Raises ModelError if it is no
     whole file of this kind, or was made by other weights, another configuration or another dtype."""
     if model.config.full_sequence:
-        raise ModelError("a full-sequence model has no prefix cache to load: give it the prompt itself")
+        raise ModelError("a full-sequence model has no prefix cache: give it the prompt itself")
     if not os.path.isfile(path):
         raise ModelError(f"there is no saved cache at {path}; make one with --save_cache={path}")
     try:
@@ -276,8 +277,8 @@ def load_prefix(path, model):
         raise ModelError(f"{path} is not a whole saved cache (truncated or another format: "
                          f"{type(error).__name__}); make it again with --save_cache") from error
     if record["fingerprint"] != fingerprint(model):
-        raise ModelError(f"{path} was saved with other weights, another configuration or another dtype; "
-                         f"make it again with --save_cache")
+        raise ModelError(f"{path} was saved with other weights, another configuration, dtype or kind "
+                         f"of device; make it again with --save_cache")
     held = len(record["tokens"]) // model.config.block_len * model.config.block_len
     return Prefix(record["tokens"], Cache(record["layers"], torch.tensor([held]), held))
 
@@ -326,7 +327,8 @@ class BlockDecoder(ActiveBlock):
             graph = torch.cuda.CUDAGraph()
             for g in self.sampler.generators:
                 graph.register_generator_state(g)
-            with torch.cuda.graph(graph):
+            # A recording that fails leaves its own stream behind as the current one, hence the first.
+            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
                 self.step(commit)
             self.graphs[commit] = graph
         self.clear()
@@ -338,9 +340,9 @@ class BlockDecoder(ActiveBlock):
         self.cache.clear()
 
     def decode(self, xt, commit, counts, on_step=None):
-        """Unmasks xt (b, l), which has `counts` masked tokens: a number, or one for each row. `commit`
-        appends the block decoded before it first. Returns x0 (b, l), a tensor that the next call
-        overwrites; on_step as in `decode_block`."""
+        """Unmasks xt (b, l), which has `counts` masked tokens: a number, or one for each row.
+        `commit` appends the block decoded before it first. Returns x0 (b, l), a tensor that the next
+        call overwrites; on_step as in `decode_block`."""
         def step():
             nonlocal commit
             self.graphs[commit].replay() if self.graphs else self.step(commit)
@@ -460,9 +462,9 @@ def read_prompts(model, cache, prompts, starts, prefix):
 
 def make_decoder(wanted, model, cache, sampler, block_len):
     """
-    The BlockDecoder of an engine, None for "simple". "auto" is graphs on a GPU and simple elsewhere; on
-    a GPU without what graphs need, the same steps run without them and the reason is printed once. A
-    demand for graphs is then a ConfigError. Every engine serves every decoder and every request.
+    The BlockDecoder of an engine, None for "simple". "auto" is graphs on a GPU and simple elsewhere;
+    on a GPU without what graphs need, the same steps run without them and the reason is printed once.
+    A demand for graphs is then a ConfigError. Every engine serves every decoder and every request.
     """
     if wanted not in ("auto", "simple", "fused", "graphs"):
         raise ConfigError(f"engine '{wanted}' is not one of auto, simple, fused, graphs")
@@ -526,8 +528,8 @@ def open_model(device):
 
 
 def read_prompt(tokenizer):
-    """The prompt's tokens: the text of --prompt or --prompt_file, or a document's start; none if there
-    is no such text but a cache to go on from."""
+    """The prompt's tokens: the text of --prompt or --prompt_file, or a document's start; none where
+    there is no such text but a cache to go on from."""
     text = prompt
     if prompt_file:
         try:

@@ -160,6 +160,17 @@ def test_without_what_graphs_need_generation_goes_on_and_says_why(capsys):
         assert err.count("no CUDA graphs") == 1 and message in err
 
 
+def test_a_step_that_cannot_be_recorded_runs_without_a_graph(capsys, monkeypatch):
+    ops.select_kernels("auto", "cuda")
+    model = prepare_for_inference(gpu_model("mamba_h", block_len=64).cuda(), torch.float32)
+    plain, pick = continue_prompts(model, (5, 70), "simple"), Sampler.pick
+    monkeypatch.setattr(Sampler, "pick", lambda self, logits: pick(self, logits + 0 * float(logits[0, 0, 0])))
+    say_once.cache_clear()
+    out = continue_prompts(model, (5, 70), "auto")      # float() waits for the device
+    assert all(torch.equal(a, b) for a, b in zip(out.tokens, plain.tokens))
+    assert "no CUDA graphs: one could not be recorded" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_on_the_gpu(dtype, tmp_path):
     ops.select_kernels("auto", "cuda")
