@@ -18,7 +18,8 @@ from model import BiMamba
 class MergedMamba:
     """
     Both directions of a BiMamba as one mixer of double width: one projection in, one convolution, one
-    scan, one projection out, whose product does the sum. Direction is a leading axis of two.
+    scan, one projection out, whose product does the sum. Direction is an axis of two after the tokens,
+    which stay in their order: nothing is flipped or copied.
     """
 
     @torch.no_grad()
@@ -30,34 +31,25 @@ class MergedMamba:
         rows.append(rows[0].new_zeros(-2 * (self.inner + f.heads) % 64, rows[0].size(1)))
         self.w_in = torch.cat(rows).to(dtype)
         self.w_out = torch.cat([m.out_proj.weight for m in pair], 1).to(dtype)
-        self.conv_weight = torch.cat([m.conv_weight for m in pair]).to(dtype)  # (2 c, w)
-        self.conv_bias = torch.cat([m.conv_bias for m in pair]).to(dtype)
-        self.norm = torch.stack([m.norm_weight for m in pair])[:, None, None].to(dtype)
+        self.conv_weight = torch.stack([m.conv_weight for m in pair]).to(dtype)  # (2, c, w)
+        self.conv_bias = torch.stack([m.conv_bias for m in pair]).to(dtype)
+        self.norm = torch.stack([m.norm_weight for m in pair]).to(dtype)       # (2, di)
         exact = ops.at_least_fp32(dtype)
-        self.dt_bias = torch.stack([m.dt_bias for m in pair])[:, None, None].to(exact)
+        self.dt_bias = torch.stack([m.dt_bias for m in pair]).to(exact)        # (2, h)
         self.A = torch.stack([-torch.exp(m.A_log.to(exact)) for m in pair])    # (2, h)
         self.D = torch.stack([m.D for m in pair]).to(exact)
 
     def __call__(self, u, conv, ssm):
         """BiMamba.scan_both(u, conv, ssm); u (b, l, d)."""
-        (b, l, _), h, di, n, inner = u.shape, self.heads, self.d_inner, self.d_state, self.inner
+        h, di, n, inner = self.heads, self.d_inner, self.d_state, self.inner
         proj = F.linear(u, self.w_in)
-        fwd, rev, dt = proj[..., :inner], proj[..., inner:2 * inner], proj[..., 2 * inner:]
-        rev = rev.flip(1)
-        z = torch.stack([fwd[..., :di], rev[..., :di]])                        # (2, b, l, di)
-        dt = torch.stack([dt[..., :h], dt[..., h:2 * h].flip(1)])              # (2, b, l, h)
-        start = torch.cat([conv, torch.zeros_like(conv)], -1).to(u.dtype)
-        xBC = torch.cat([fwd[..., di:], rev[..., di:]], -1)                    # (b, l, 2 c)
-        xBC = ops.causal_conv(xBC, self.conv_weight, self.conv_bias, start)
-        xBC = xBC.unflatten(-1, (2, -1)).permute(2, 0, 1, 3).flatten(0, 1)     # (2 b, l, c)
-        x, B, C = xBC.split([di, n, n], -1)
-        dt = F.softplus(dt.to(self.dt_bias.dtype) + self.dt_bias).flatten(0, 1)
-        ssm = torch.cat([ssm, torch.zeros_like(ssm)])
-        A, D = (v[:, None].expand(2, b, h).reshape(2 * b, h) for v in (self.A, self.D))
-        y, _ = ops.ssd_scan(x.unflatten(-1, (h, -1)), dt, A, B, C, D, ssm, want_states=False,
-                            chunk_len=self.chunk_len)
-        y = ops.gated_norm(y.reshape(2, b, l, di), z, self.norm)
-        return F.linear(torch.cat([y[0], y[1].flip(1)], -1), self.w_out)
+        z, xBC = proj[..., :2 * inner].unflatten(-1, (2, inner)).split([di, inner - di], -1)
+        dt = proj[..., 2 * inner:2 * (inner + h)].unflatten(-1, (2, h))        # (b, l, 2, h)
+        xBC = ops.causal_conv_both(xBC, self.conv_weight, self.conv_bias, conv)
+        x, B, C = xBC.split([di, n, n], -1)                                    # (b, l, 2, .)
+        y = ops.ssd_scan_both(x.unflatten(-1, (h, -1)), dt, self.dt_bias, self.A, B, C, self.D, ssm,
+                              self.chunk_len)
+        return F.linear(ops.gated_norm(y.flatten(3), z, self.norm).flatten(2), self.w_out)
 
 
 @torch.no_grad()

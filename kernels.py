@@ -79,13 +79,14 @@ def strides(u, dims):
 # and needs more registers than there are.
 TUNE = {
     "forward": dict(q=64, num_warps=4, num_stages=2),
-    "tiles": dict(q=64, num_warps=4, num_stages=2),
+    "tiles": dict(q=64, num_warps=4, num_stages=1),
     "walk": dict(q=64, num_warps=4, num_stages=3),
-    "backward": dict(q=64, num_warps=8, num_stages=2),
+    "after": dict(q=64, num_warps=8, num_stages=3),
+    "before": dict(q=64, num_warps=4, num_stages=3),
     "states_backward": dict(q=64, num_warps=8, num_stages=2),
 }
 FILL = 1024  # programs wanted of the backward; to get there, heads split
-FEW, SHORT = 256, 1024  # up to so many heads of all rows, and tokens, tiles_kernel runs
+FEW, SHORT = 288, 1024  # up to so many heads of all rows, and tokens, tiles_kernel runs
 
 
 def settings(kernel, x):
@@ -94,7 +95,7 @@ def settings(kernel, x):
     if x.dtype == torch.float32:  # exact fp32 products hold their operands in registers
         return dict(q=16, num_warps=8, num_stages=1, maxnreg=255)
     if torch.cuda.get_device_capability(x.device)[0] < 9:  # without maxnreg ptxas spills everything
-        return TUNE[kernel] | dict(q=32, num_stages=1 if kernel == "backward" else 2, maxnreg=255)
+        return TUNE[kernel] | dict(q=32, num_stages=1 if kernel == "after" else 2, maxnreg=255)
     return TUNE[kernel]
 
 
@@ -269,79 +270,118 @@ def walk_kernel(x, dt, A, B, s0, states, final, l, h,
         tl.store(final + (row * h + head) * p * n + kp[None, :] * n + kn[:, None], s)
 
 
+# The backward, given for each chunk the state S before it and the gradient G of the state after it,
+# with V_ij = L_ij (C_i.B_j) (dy_i.x_j):
+#
+#     u_j  = sum_i L_ij (C_i.B_j) dy_i + e^{a_q - a_j} G B_j          the gradient of dt_j x_j
+#     dB_j = sum_i (sum_heads L_ij dt_j dy_i.x_j) C_i + sum_heads e^{a_q - a_j} dt_j G x_j
+#     dC_i = sum_j (sum_heads L_ij dt_j dy_i.x_j) B_j + sum_heads e^{a_i} S dy_i
+#     dloss/d(dt_i A) = sum_{j<i<=k} V_kj dt_j + sum_{k>=i} dy_k.(e^{a_k} C_k S)
+#                       + sum_{j<i} dt_j x_j.(e^{a_q - a_j} G B_j) + e^{a_q} <G, S>
+#
+# A program has one (row, chunk) and walks the heads, so that dB and dC, which sum over them, need no
+# atomics. What comes from inside the chunk and from G, and what comes from S, are two kernels: one
+# has not registers enough for both. `kvs` hands the sum over heads of L_ij dt_j dy_i.x_j on. The
+# (q, q) matrices are built transposed, j down and i across: each product then takes its operands as
+# they are, and no product's result is transposed in registers (which Triton 3.6 gets wrong on Hopper).
+
 @triton.jit
-def backward_kernel(x, dt, A, B, C, D, dy, S, G, dx, ddt, dA, dB, dC, dD, l, h, heads,
-                    sxr, sxl, sxh, sdr, sdl, sdh, sBr, sBl, sCr, sCl, syr, syl, syh,
-                    n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
-    """One (row, chunk) and a group of heads, so that dB and dC, which sum over heads, need no
-    atomics. Given S before and G after the chunk, with V_ij = L_ij (C_i.B_j) (dy_i.x_j):
-        u_j  = sum_i L_ij (C_i.B_j) dy_i + e^{a_q - a_j} G B_j       the gradient of dt_j x_j
-        dB_j = sum_i (sum_heads L_ij dt_j dy_i.x_j) C_i + sum_heads e^{a_q - a_j} dt_j G x_j
-        dloss/d(dt_i A) = sum_{j<i<=k} V_kj dt_j + sum_{k>=i} dy_k.(e^{a_k} C_k S)
-                          + sum_{j<i} dt_j x_j.(e^{a_q - a_j} G B_j) + e^{a_q} <G, S>
-    and dC_i like dB_j. The (q, q) matrices are built transposed, j down and i across: each product
-    then takes its operands as they are, and no product's result is transposed in registers (which
-    Triton 3.6 gets wrong on Hopper)."""
+def after_kernel(x, dt, A, B, C, D, dy, G, dx, rest, direct, tail, kvs, dB, dD, l, h,
+                 sxr, sxl, sxh, sdr, sdl, sdh, sBr, sBl, sCr, sCl, syr, syl, syh,
+                 n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
+    """dx, dB and dD; of the decays, `direct` (r, l, h), the gradient of dt_j but for that of a_j;
+    `rest`, rows minus columns of V and of x.GB; `tail` (r, chunks, h), all of x.GB."""
     row, c = (tl.program_id(0) // tl.cdiv(l, q)).to(tl.int64), tl.program_id(0) % tl.cdiv(l, q)
     kn, kp = tl.arange(0, n), tl.arange(0, p)
     first, step, ok = place(c, l, q)
     B, C = B + row * sBr, C + row * sCr
-    bq, cq = load2(B, first, step, ok, sBl, kn), load2(C, first, step, ok, sCl, kn)
+    bq = load2(B, first, step, ok, sBl, kn)
     cb = tl.zeros((q, q), tl.float32)  # (j, i): B_j.C_i, the same for all heads
     part: tl.constexpr = 32 if n > 32 else n
     for k in range(0, n, part):  # a loop, else 8 warps make a product that feeds a product twice
         k32 = k + tl.arange(0, part)
         b32, c32 = load2(B, first, step, ok, sBl, k32), load2(C, first, step, ok, sCl, k32)
         cb = dot(b32, tl.trans(c32), cb)
-    kv = tl.zeros((q, q), tl.float32)  # (j, i): sum over heads of L_ij dt_j dy_i.x_j
-    db, dct = tl.zeros((q, n), tl.float32), tl.zeros((n, q), tl.float32)
-    for head in range(tl.program_id(1) * heads, min((tl.program_id(1) + 1) * heads, h)):
+    kv, db = tl.zeros((q, q), tl.float32), tl.zeros((q, n), tl.float32)
+    for head in range(h):
         xq = load2(x + row * sxr + head * sxh, first, step, ok, sxl, kp)
         dyq = load2(dy + row * syr + head * syh, first, step, ok, syl, kp)
         state = ((row * tl.cdiv(l, q) + c) * h + head) * n * p + (kn[:, None] * p + kp[None, :])
-        s, g = tl.load(S + state), tl.load(G + state)  # (n, p)
-        gs = tl.sum(g.to(tl.float32) * s.to(tl.float32))  # here, while few registers are taken
-        a_head = tl.load(A + head)
-        dtq, a, total = load_dt(dt + row * sdr + head * sdh, first, step, ok, sdl, a_head)
-        from_start, to_end = tl.exp2(a), tl.exp2(total - a)
-        x32, dy32 = xq.to(tl.float32), dyq.to(tl.float32)
-        # Inside the chunk. Only differences of i count; adding `head` keeps the mask out of the
-        # registers.
+        g = tl.load(G + state)  # (n, p)
+        dtq, a, total = load_dt(dt + row * sdr + head * sdh, first, step, ok, sdl, tl.load(A + head))
+        left = dtq * tl.exp2(total - a)
+        x32 = xq.to(tl.float32)
+        tl.store(dD + tl.program_id(0) * h + head, tl.sum(x32 * dyq.to(tl.float32)))
+        db = dot((x32 * left[:, None]).to(xq.dtype), tl.trans(g), db)
+        # Minus a minus: a plus would be merged into the product that follows, see cb.
+        gb = dot(bq, g) * -left[:, None]  # (q, p)
+        cols = -tl.sum(x32 * gb, 1)
+        tl.store(tail + tl.program_id(0) * h + head, tl.sum(cols))
+        # Only differences of i count; adding `head` keeps the mask out of the registers.
         i = head + tl.arange(0, q)
-        L = tl.exp2(tl.where(i[:, None] <= i[None, :], a[None, :] - a[:, None], float("-inf")))
-        xy = dot(xq, tl.trans(dyq))  # (j, i)
-        skip = tl.sum(tl.where(i[:, None] == i[None, :], xy, 0.0))
-        tl.store(dD + tl.program_id(0) * h + head, skip)
-        Lxy = L * xy
-        kv += Lxy * dtq[:, None]
-        v = Lxy * cb
-        v_rows, v_cols = tl.sum(v * dtq[:, None], 0), tl.sum(v, 1)
-        # Through the state after the chunk. (Minus a minus: a plus would be merged into the
-        # product, see cb.)
-        gb = dot(bq, g) * -to_end[:, None]  # (q, p)
-        xgb = -tl.sum(x32 * gb, 1)
+        log_L = a[None, :] - (a - tl.log2(dtq))[:, None]
+        L = tl.exp2(tl.where(i[:, None] <= i[None, :], log_L, float("-inf")))  # (j, i), with dt_j
         u = dot((cb * L).to(xq.dtype), dyq) - gb
-        db = dot((x32 * (dtq * to_end)[:, None]).to(xq.dtype), tl.trans(g), db)
         out = (row * l + first) * h + head
-        dxq = u * dtq[:, None] + dy32 * tl.load(D + head)
-        store2(dx + out * p, step, ok, h * p, kp, dxq)
-        # Through the state before it.
-        sdyc = tl.sum(dot(cq, s) * dy32, 1) * from_start
-        dct = dot(s, tl.trans((dy32 * from_start[:, None]).to(xq.dtype)), dct)
-        # The decays. Rows minus columns of V, summed from i on, leave the pairs j < i <= k: both
-        # must come from one V. All of x.GB counts, less what `later` takes off.
-        later = tl.cumsum(v_rows + sdyc - dtq * (v_cols + xgb), reverse=True)
-        dlog = later + tl.sum(dtq * xgb) + gs * tl.exp2(total)
-        tl.store(ddt + out + step * h, v_cols + xgb + dlog * a_head, mask=ok)
-        tl.store(dA + tl.program_id(0) * h + head, tl.sum(dlog * dtq))
+        store2(dx + out * p, step, ok, h * p, kp, u + dyq.to(tl.float32) * tl.load(D + head))
+        L *= dot(xq, tl.trans(dyq))
+        kv += L
+        L *= cb
+        rows, cols = tl.sum(L, 0), cols + tl.sum(L, 1)
+        tl.store(direct + out + step * h, cols / dtq, mask=ok)
+        tl.store(rest + out + step * h, rows - cols, mask=ok)
     kv = kv.to(bq.dtype)
-    db += dot(kv, cq)
-    dct += dot(tl.trans(bq), kv)
-    r = (tl.num_programs(0) // tl.cdiv(l, q)).to(tl.int64)
-    out = ((tl.program_id(1) * r + row) * l + first) * n  # groups are summed by the caller
-    store2(dB + out, step, ok, n, kn, db)
-    at = step[None, :] * n + kn[:, None]
-    tl.store(dC + out + at, dct.to(dC.dtype.element_ty), mask=ok[None, :])
+    i = tl.arange(0, q)
+    tl.store(kvs + tl.program_id(0).to(tl.int64) * q * q + i[:, None] * q + i[None, :], kv)
+    db = dot(kv, load2(C, first, step, ok, sCl, kn), db)
+    store2(dB + (row * l + first) * n, step, ok, n, kn, db)
+
+
+@triton.jit
+def before_kernel(dt, A, B, C, dy, S, G, rest, tail, kvs, dC, l, h,
+                  sdr, sdl, sdh, sBr, sBl, sCr, sCl, syr, syl, syh,
+                  n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
+    """dC; adds dy_i.(e^{a_i} C_i S) to `rest` and e^{a_q} <G, S> to `tail`."""
+    row, c = (tl.program_id(0) // tl.cdiv(l, q)).to(tl.int64), tl.program_id(0) % tl.cdiv(l, q)
+    kn, kp, i = tl.arange(0, n), tl.arange(0, p), tl.arange(0, q)
+    first, step, ok = place(c, l, q)
+    cq = load2(C + row * sCr, first, step, ok, sCl, kn)
+    dc = tl.zeros((q, n), tl.float32)
+    for head in range(h):
+        dyq = load2(dy + row * syr + head * syh, first, step, ok, syl, kp)
+        state = ((row * tl.cdiv(l, q) + c) * h + head) * n * p + (kn[:, None] * p + kp[None, :])
+        s, g = tl.load(S + state), tl.load(G + state)  # (n, p)
+        gs = tl.sum(g.to(tl.float32) * s.to(tl.float32))
+        _, a, total = load_dt(dt + row * sdr + head * sdh, first, step, ok, sdl, tl.load(A + head))
+        dyw = dyq * tl.exp2(a)[:, None]
+        dc = dot(dyw.to(dyq.dtype), tl.trans(s), dc)
+        at = rest + (row * l + first + step) * h + head
+        tl.store(at, tl.load(at, mask=ok, other=0.0) + tl.sum(dot(cq, s) * dyw, 1), mask=ok)
+        at = tail + tl.program_id(0) * h + head
+        tl.store(at, tl.load(at) + gs * tl.exp2(total))
+    kv = tl.load(kvs + tl.program_id(0).to(tl.int64) * q * q + i[:, None] + i[None, :] * q)
+    dc = dot(kv, load2(B + row * sBr, first, step, ok, sBl, kn), dc)
+    store2(dC + (row * l + first) * n, step, ok, n, kn, dc)
+
+
+@triton.jit
+def decays_kernel(rest, direct, tail, dt, A, ddt, dA, l, h, sdr, sdl, sdh,
+                  q: tl.constexpr, H: tl.constexpr):
+    """ddt and dA of one (row, chunk). `rest` summed from i on leaves the pairs j < i <= k of V (rows
+    and columns must come from one V) and takes x.GB of j >= i off `tail`."""
+    row, c = (tl.program_id(0) // tl.cdiv(l, q)).to(tl.int64), tl.program_id(0) % tl.cdiv(l, q)
+    head = tl.arange(0, H)
+    first, step, ok = place(c, l, q)
+    mask = ok[:, None] & (head < h)[None, :]
+    at = (row * l + first) * h + step[:, None] * h + head[None, :]
+    a_head = tl.load(A + head, mask=head < h, other=0.0)
+    ends = tl.load(tail + tl.program_id(0) * h + head, mask=head < h, other=0.0)
+    dlog = tl.cumsum(tl.load(rest + at, mask=mask, other=0.0), 0, reverse=True) + ends[None, :]
+    dtq = tl.load(dt + row * sdr + first * sdl + step[:, None] * sdl + head[None, :] * sdh,
+                  mask=mask, other=0.0)
+    tl.store(dA + tl.program_id(0) * h + head, tl.sum(dlog * dtq, 0), mask=head < h)
+    ddt_direct = tl.load(direct + at, mask=mask, other=0.0)
+    tl.store(ddt + at, ddt_direct + dlog * a_head[None, :], mask=mask)
 
 
 @triton.jit
@@ -435,20 +475,26 @@ def ssd_rows_forward(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: 
 def ssd_rows_backward(
         dy: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
         s0: Optional[Tensor]) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    (r, l, h, p), n, q = x.shape, B.shape[-1], settings("backward", x)["q"]
-    dy, (dx, ddt, ds0) = rowwise(dy), like(x, dt, s0)
-    S = x.new_empty(r, triton.cdiv(l, q), h, n, p)  # the state before each chunk, as dtype of x
+    (r, l, h, p), n, q = x.shape, B.shape[-1], settings("after", x)["q"]
+    dy, (dx, ddt, dB, dC, ds0) = rowwise(dy), like(x, dt, B, C, s0)
+    chunks = triton.cdiv(l, q)
+    S = x.new_empty(r, chunks, h, n, p)  # the state before each chunk, as dtype of x
     G = torch.empty_like(S)  # the gradient of the state after it
     walk(x, dt, A, B, s0, states=S, q=q)
     walk(dy, dt, A, C, None, G, ds0 if s0 is not None else None, q, adjoint=True)
-    programs, groups, heads = head_groups(r, l, h, q)
-    dA, dD = dt.new_empty(programs, h), dt.new_empty(programs, h)
-    dB, dC = group_sums(groups, B), group_sums(groups, C)
-    backward_kernel[(programs, groups)](
-        x, dt, A, B, C, D, dy, S, G, dx, ddt, dA, dB, dC, dD, l, h, heads, *strides(x, 3),
+    dA, dD, tail = dt.new_empty(3, r * chunks, h)
+    rest, direct = dt.new_empty(2, r, l, h)
+    kvs = x.new_empty(r * chunks, q, q)
+    after_kernel[r * chunks,](
+        x, dt, A, B, C, D, dy, G, dx, rest, direct, tail, kvs, dB, dD, l, h, *strides(x, 3),
         *strides(dt, 3), *strides(B, 2), *strides(C, 2), *strides(dy, 3), n=n, p=p,
-        **settings("backward", x))
-    return dx, ddt, dA.sum(0), summed(dB, B), summed(dC, C), dD.sum(0), ds0
+        **settings("after", x))
+    before_kernel[r * chunks,](
+        dt, A, B, C, dy, S, G, rest, tail, kvs, dC, l, h, *strides(dt, 3), *strides(B, 2),
+        *strides(C, 2), *strides(dy, 3), n=n, p=p, **settings("before", x))
+    decays_kernel[r * chunks,](rest, direct, tail, dt, A, ddt, dA, l, h, *strides(dt, 3), q=q,
+                               H=triton.next_power_of_2(h))
+    return dx, ddt, dA.sum(0), dB, dC, dD.sum(0), ds0
 
 
 @operator(lambda x, dt, A, B: room_for_final(x, B))

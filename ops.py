@@ -34,7 +34,6 @@ def ssd_scan_ref(x, dt, A, B, C, D, initial_state=None, block_len=None):
     The scan as a loop over positions. Slow, obvious, and what every other version is tested against.
 
     x (b, s, h, p); dt (b, s, h) step sizes > 0; A (h,) < 0; B, C (b, s, n) shared by all heads; D (h,);
-    A and D may also be (b, h);
     initial_state (b, h, p, n) or None for zeros; block_len divides s, or None for one block.
     Returns y (b, s, h, p) in x.dtype and states (b, k + 1, h, p, n): the state before each of the
     k = s / block_len blocks, then the final one.
@@ -70,7 +69,7 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
     dtype = at_least_fp32(x.dtype)
     with torch.autocast(x.device.type, enabled=False):
         xs, dt, B, C = (v.to(dtype) for v in (x, dt, B, C))
-        A, D = (v.to(dtype).view(-1, 1, h) for v in (A, D))
+        A, D = A.to(dtype), D.to(dtype)
         tail = -s % l                                # dt = 0 leaves the state as it is
         xd, Bc, Cc, a = (F.pad(v.flatten(2), (0, 0, 0, tail)).unflatten(1, (-1, l))
                          for v in (xs * dt[..., None], B, C, dt * A))         # (b, c, l, .)
@@ -129,6 +128,25 @@ def _ssd_scan_triton(x, dt, A, B, C, D, initial_state, block_len, want_states):
     return y.unflatten(0, (b, -1)).flatten(1, 2), states[:, ::every]
 
 
+def ssd_scan_both(x, dt, dt_bias, A, B, C, D, initial_state, chunk_len=128):
+    """
+    Two scans over the same tokens, each with inputs and parameters of its own: the first forward from
+    initial_state (b, h, p, n), the second from the last token back to the first, from zeros.
+
+    x (b, s, 2, h, p); dt (b, s, 2, h), before dt_bias (2, h) and softplus; A, D (2, h); B, C
+    (b, s, 2, n). Returns y (b, s, 2, h, p), tokens in their order.
+    """
+    if KERNELS["scan"] == "triton" and _fits_triton(x.size(-1), B.size(-1)):
+        import kernels
+        return kernels.ssd_both(x, dt, dt_bias, A, B, C, D, initial_state)
+    dt = F.softplus(dt.to(dt_bias.dtype) + dt_bias)
+
+    def scan(i, state, turn=lambda u: u):
+        xi, dti, Bi, Ci = (turn(u[:, :, i]) for u in (x, dt, B, C))
+        return turn(ssd_scan(xi, dti, A[i], Bi, Ci, D[i], state, None, chunk_len)[0])
+    return torch.stack([scan(0, initial_state), scan(1, None, lambda u: u.flip(1))], 2)
+
+
 def pass_states(local, log_decay, initial):
     """
     Carries states over chunks: out[0] = initial, out[i + 1] = exp(log_decay[i]) out[i] + local[i].
@@ -180,6 +198,21 @@ def causal_conv(u, weight, bias, initial):
     for i in range(weight.size(1)):
         out = out + columns[:, i:i + s] * weight[:, i]
     return F.silu(out).to(u.dtype)
+
+
+def causal_conv_both(u, weight, bias, initial):
+    """
+    Two convolutions over the same positions, each of channels of its own: the first from initial
+    (b, w-1, c) forward, the second from the last position back to the first, from zeros.
+
+    u (b, s, 2, c); weight (2, c, w); bias (2, c). Returns (b, s, 2, c).
+    """
+    if KERNELS["scan"] == "triton":
+        import kernels
+        return kernels.causal_conv_both(u, weight, bias, initial)
+    (fwd, rev), zeros = u.unbind(2), torch.zeros_like(initial)
+    rev = causal_conv(rev.flip(1), weight[1], bias[1], zeros).flip(1)
+    return torch.stack([causal_conv(fwd, weight[0], bias[0], initial), rev], 2)
 
 
 def conv_boundaries(u, initial, block_len):

@@ -134,10 +134,11 @@ def run_commands(jobs, name):
             except queue.Empty:
                 return
             os.makedirs(run.folder, exist_ok=True)
-            gpus = dict(CUDA_VISIBLE_DEVICES=",".join(place)) if place else {}
+            environment = dict(CUDA_VISIBLE_DEVICES=",".join(place)) if place else {}
+            environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(threads)))
             with open(os.path.join(run.folder, f"{name}.txt"), "a") as log:
                 process = subprocess.Popen(command(max(len(place), 1)), stdout=log, stderr=log,
-                                           env={**os.environ, **gpus})
+                                           env={**os.environ, **environment})
                 processes[run.name] = process
                 if process.wait() and not stopped.is_set():
                     failed.append(run.name)

@@ -117,8 +117,15 @@ def test_tiled_cross_entropy_equals_the_plain_one_with_gradients(chunk_elements)
     assert not torch.autograd.grad(ops.linear_cross_entropy(hidden, head, target, weight), head)[0][-1].any()
 
 
-def test_rows_may_have_decays_of_their_own():
-    inputs = scan_inputs(24, grad=False)
-    inputs["A"], inputs["D"] = -torch.rand(2, 3).double(), torch.randn(2, 3).double()
-    for a, b in zip(ops.ssd_scan(**inputs, chunk_len=8), ops.ssd_scan_ref(**inputs)):
-        torch.testing.assert_close(a, b)
+def test_both_ways_are_a_scan_and_a_scan_of_the_reversed_tokens():
+    fwd, rev = scan_inputs(24, grad=False), scan_inputs(24, grad=False)
+    rev["initial_state"], bias = None, torch.randn(2, fwd["D"].numel()).double()
+    x, raw, B, C = (torch.stack([v[k] for v in (fwd, rev)], 2) for k in ("x", "dt", "B", "C"))
+    A, D = (torch.stack([v[k] for v in (fwd, rev)]) for k in ("A", "D"))
+    y = ops.ssd_scan_both(x, raw, bias, A, B, C, D, fwd["initial_state"], chunk_len=8)
+    for i, way in enumerate((fwd, rev)):
+        way["dt"] = torch.nn.functional.softplus(way["dt"] + bias[i])
+    want = ops.ssd_scan_ref(**fwd)[0]
+    torch.testing.assert_close(y[:, :, 0], want)
+    rev = {k: v.flip(1) if k in ("x", "dt", "B", "C") else v for k, v in rev.items()}
+    torch.testing.assert_close(y[:, :, 1], ops.ssd_scan_ref(**rev)[0].flip(1))
