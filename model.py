@@ -215,7 +215,7 @@ class Mamba2(nn.Module):
         self.D = nn.Parameter(torch.empty(self.heads))
         self.norm_weight = nn.Parameter(torch.ones(di))
         self.out_proj = nn.Linear(di, d, bias=False)
-        self.joined = None                              # see sample.prepare_for_inference
+        self.joined = None                              # see fold.prepare_for_inference
 
     def join_projections(self):
         """The weights of z, x, B, C and dt, and rows of zeros: one product of aligned width."""
@@ -243,7 +243,7 @@ class BiMamba(nn.Module):
         super().__init__()
         self.fwd, self.rev = Mamba2(config), Mamba2(config)
         self.reverse_scan, self.detach_prefix = config.reverse_scan, config.detach_prefix
-        self.merged = None                              # see sample.prepare_for_inference
+        self.merged = None                              # see fold.prepare_for_inference
 
     def scan_both(self, u, conv=None, ssm=None):
         """Eq. partial-reverse: forward from the boundary state, reverse inside the block alone."""
@@ -363,7 +363,7 @@ class BlockDiffusionLM(nn.Module):
         self.adaln = nn.Linear(d, 2 * d)
         self.head = nn.Linear(d, config.vocab_size, bias=False)
         self._rope = None
-        self.folded = False                             # see sample.prepare_for_inference
+        self.folded = False                             # see fold.prepare_for_inference
         self.init_weights()
 
     @torch.no_grad()
@@ -399,9 +399,8 @@ class BlockDiffusionLM(nn.Module):
     # -- pieces shared by training and generation --
 
     def compile_layers(self, *methods):
-        """torch.compile of the layers' methods named, two_stream by default: one graph for each kind of
-        layer, whatever their number. The backward makes what is pointwise again (GELU, norms) rather
-        than keep it: a third less memory for at most 2 % of the time."""
+        """torch.compile of all layers' named methods, two_stream by default. The backward makes pointwise
+        results (GELU, norms) again: a third less memory for at most 2 % of the time."""
         from torch._functorch import config as partitioner
         partitioner.ban_recompute_materialized_backward = False
         partitioner.ban_recompute_used_far_apart = False
