@@ -99,9 +99,9 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
 SCAN_ROW = 256                          # positions of a row of the Triton kernels
 
 
-def _fits_triton(*dims):
-    """Whether tiles can be of these sizes: powers of two from 16 on."""
-    return all(n >= 16 and n & (n - 1) == 0 for n in dims)
+def _fits_triton(p, n):
+    """Whether the kernels take head dimension p and state size n."""
+    return p in (16, 32, 64) and n in (16, 32, 64, 128, 256)
 
 
 def _ssd_scan_triton(x, dt, A, B, C, D, initial_state, block_len, want_states):

@@ -104,6 +104,15 @@ def test_scan_kernels_equal_the_loop_with_all_gradients(
             {k: inputs[k] for k in ("x", "dt", "A", "B")}, LIMIT[dtype])
 
 
+@DTYPES
+@pytest.mark.parametrize("p, n", [(64, 64), (64, 128), (64, 256), (32, 128), (16, 16)])
+def test_scan_over_rows_of_several_chunks_has_all_gradients_at_every_tile_size(monkeypatch, p, n, dtype):
+    """A compiler may get one tile size wrong; the interpreter only needs to see a last, partial chunk."""
+    monkeypatch.setattr(kernels, "FEW", 0)
+    r, s, h = (32, 200, 2) if GPU else (1, 130, 1)
+    compare(rows, loop, scan_inputs(r, s, h, p, n, dtype), LIMIT[dtype])
+
+
 @pytest.mark.parametrize("few, own", [(0, True), (0, False), (1000, False)])
 def test_rows_hand_their_last_state_on_and_may_have_decays_of_their_own(monkeypatch, few, own):
     monkeypatch.setattr(kernels, "FEW", few)
