@@ -1,15 +1,17 @@
 """
-Triton kernels, each the fast twin of a plain function in ops.py, which decides when they run.
+Triton kernels of the scan (paper, eq. mamba-scan-background) and the helpers that all kernels share.
 
-  ssd_rows, ssd_row_states   the scan over many short rows (twin: ssd_scan)
+  ssd_rows, ssd_row_states   the scan over many short rows (twin in ops.py: ssd_scan)
   ssd_both                   the scans of both directions, for generation (twin: ssd_scan_both)
   pass_states                states carried over rows (twin: pass_states)
-  causal_conv                the short convolution and its SiLU (twin: causal_conv)
-  causal_conv_both           the same in both directions (twin: causal_conv_both)
 
 A module of its own, because nobody needs it to read or to run the model: Triton comes with torch's
-CUDA build, and without it ops.py never imports this file. Attention is in kernels_attention.py.
-Without a GPU, Triton's interpreter tests it:    python -m pytest tests/test_kernels.py
+CUDA build, without it ops.py never imports this file, and ops.py decides when it runs. The
+convolution is in kernels_conv.py, the whole mixer in kernels_mixer.py, attention in
+kernels_attention.py.
+
+Without a GPU, Triton's interpreter tests them:    python -m pytest tests/test_kernels.py
+Time them on one:                                  python bench.py ops
 """
 from typing import Optional, Tuple
 
@@ -161,7 +163,7 @@ def first_state(s0, row, head, ssr, ssh, kn, kp, n: tl.constexpr, stored=True):
 
 @triton.jit
 def forward_kernel(x, dt, A, B, C, D, s0, y, final, l, h,
-                   sxr, sxl, sxh, sdr, sdl, sdh, sBr, sBl, sCr, sCl, ssr, ssh, sar,
+                   sxr, sxl, sxh, sdr, sdl, sdh, sBr, sBl, sCr, sCl, ssr, ssh,
                    n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
     """One (row, head): walk the chunks, the state in registers. Programs that share B and C are
     neighbours, and find them in L2."""
@@ -169,7 +171,7 @@ def forward_kernel(x, dt, A, B, C, D, s0, y, final, l, h,
     kn, kp = tl.arange(0, n), tl.arange(0, p)
     x, dt = x + row * sxr + head * sxh, dt + row * sdr + head * sdh
     B, C = B + row * sBr, C + row * sCr
-    a_head, d_head = tl.load(A + row * sar + head), tl.load(D + row * sar + head)
+    a_head, d_head = tl.load(A + head), tl.load(D + head)
     s = first_state(s0, row, head, ssr, ssh, kn, kp, n)
     for c in range(tl.cdiv(l, q)):
         first, step, ok = place(c, l, q)
@@ -463,15 +465,14 @@ def ssd_rows_forward(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: 
                      s0: Optional[Tensor], return_final: bool) -> Tuple[Tensor, Tensor]:
     r, l, h, p = x.shape
     y, final = x.new_empty(x.shape), room_for_final(x, B, return_final)
-    if r * h <= FEW and l <= SHORT and A.dim() == 1:
+    if r * h <= FEW and l <= SHORT:
         tiles(*(u[:, :, None] for u in (x, dt)), None, A, B[:, :, None], C[:, :, None], D, s0, y,
               final if return_final else None)
         return y, final
     forward_kernel[(r * h,)](
         x, dt, A, B, C, D, s0, y, final if return_final else None, l, h, *strides(x, 3),
         *strides(dt, 3), *strides(B, 2), *strides(C, 2), *strides(s0, 2),
-        A.stride(0) if A.dim() == 2 else 0, n=B.shape[-1], p=p,
-        **settings("forward", x))
+        n=B.shape[-1], p=p, **settings("forward", x))
     return y, final
 
 
@@ -535,9 +536,8 @@ differentiable(ssd_row_states_forward, ssd_row_states_backward)
 
 def ssd_rows(x, dt, A, B, C, D, s0=None, return_final=False):
     """x (r, l, h, p), dt (r, l, h) fp32 and positive, A (h) fp32 and negative, B and C (r, l, n),
-    D (h) fp32, s0 (r, h, p, n) fp32 or None: zeros. A and D may also be (r, h), without gradients:
-    rows with parameters of their own. -> y (r, l, h, p) in the dtype of x; with return_final also
-    the last state (r, h, p, n) fp32, which carries no gradient."""
+    D (h) fp32, s0 (r, h, p, n) fp32 or None: zeros. -> y (r, l, h, p) in the dtype of x;
+    with return_final also the last state (r, h, p, n) fp32, which carries no gradient."""
     if s0 is not None and s0.stride()[2:] != (s0.shape[3], 1):
         s0 = s0.contiguous()
     y, final = ssd_rows_forward(rowwise(x), dt, A, rowwise(B), rowwise(C), D, s0, return_final)
@@ -630,170 +630,3 @@ def pass_states_backward(dstates: Tensor, states: Tensor,
 pass_states.register_autograd(
     lambda ctx, dstates: pass_states_backward(dstates, *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output, inputs[1]))
-
-
-# ----------------------------------------------------------------------------------------------
-# The causal convolution: out_i = silu(a_i) with a_i = bias + sum_j weight_j u_{i-w+1+j}, for each
-# channel; `initial` holds the w - 1 columns before u_0. Memory is what takes time. The forward
-# reads u from it once, the other shifts come from L1; the backward walks along the positions and
-# keeps the last w of everything in registers.
-
-@triton.jit
-def columns(u, initial, at, kc, ok, s, sul, sil, W: tl.constexpr):
-    """u at positions `at` of s: zeros beyond, `initial` (else zeros) before. -> (at, kc)"""
-    if initial is not None:
-        u = tl.where(at >= 0, u + at * sul, initial + (at + W - 1) * sil)
-    else:
-        u, ok = u + at * sul, ok & (at >= 0)[:, None]
-    return tl.load(u[:, None] + kc[None, :], mask=ok & (at < s)[:, None], other=0.0)
-
-
-@triton.jit
-def conv_weights(weight, bias, kc, c, W: tl.constexpr):
-    w = ()
-    for j in tl.static_range(W):
-        w += (tl.load(weight + kc * W + j, mask=kc < c, other=0.0).to(tl.float32)[None, :],)
-    return w, tl.load(bias + kc, mask=kc < c, other=0.0).to(tl.float32)[None, :]
-
-
-@triton.jit
-def weighted(w, values, W: tl.constexpr):
-    out = w[0] * values[0]
-    for j in tl.static_range(1, W):
-        out += w[j] * values[j]
-    return out
-
-
-@triton.jit
-def conv_kernel(u, weight, bias, initial, out, s, c, sur, sul, suw, sir, sil,
-                W: tl.constexpr, T: tl.constexpr, K: tl.constexpr):
-    """T positions by K channels of one row and way. As in `tiles_kernel`, the second way runs from
-    the row's end to its start, from zeros."""
-    row, tile = (tl.program_id(0) // tl.cdiv(s, T)).to(tl.int64), tl.program_id(0) % tl.cdiv(s, T)
-    i, kc = tile * T + tl.arange(0, T), tl.program_id(1) * K + tl.arange(0, K)
-    way, ways = tl.program_id(2), tl.num_programs(2)
-    end, sign = tl.cast(way, tl.int64) * (s - 1), 1 - 2 * way
-    ok = (i < s)[:, None] & (kc < c)[None, :]
-    w, b = conv_weights(weight + way * c * W, bias + way * c, kc, c, W)
-    u, sul = u + row * sur + way * suw + end * sul, sul * sign
-    if initial is not None:
-        initial += row * sir
-    us = ()
-    for j in tl.static_range(W):
-        ij = i - W + 1 + j
-        uj = columns(u, initial, ij, kc, ok & ((ij >= 0) | (way == 0))[:, None], s, sul, sil, W)
-        us += (uj.to(tl.float32),)
-    a = b + weighted(w, us, W)
-    at = ((row * s + end + i * sign) * ways + way)[:, None] * c + kc[None, :]
-    tl.store(out + at, (a * tl.sigmoid(a)).to(out.dtype.element_ty), mask=ok)
-
-
-@triton.jit
-def conv_back_step(u, dout, us, das, w, b, W: tl.constexpr):
-    """One position to the left: `us` is then u at i-w+1..i and `das` da at i+w-1..i."""
-    us = (u.to(tl.float32),) + us[:W - 1]
-    a = b + weighted(w, us, W)
-    sig = tl.sigmoid(a)
-    return us, das[1:] + (dout.to(tl.float32) * (sig * (1 + a * (1 - sig))),)
-
-
-@triton.jit
-def conv_backward_kernel(u, weight, bias, initial, dout, du, dparams, dinitial, rows, s, c,
-                         sur, sul, sir, sil, sor, sol, sdr, sdl,
-                         W: tl.constexpr, T: tl.constexpr, R: tl.constexpr, K: tl.constexpr):
-    """R pieces of T positions by K channels, each from end to start, with da_i = dout_i silu'(a_i):
-        du_i = sum_j weight_j da_{i+w-1-j}        dweight_j = sum_i da_i u_{i-w+1+j}
-    First come the w - 1 positions that follow the piece; they only give their da. `dparams`
-    (programs, w + 1, c) gets this program's share of dweight and, last, dbias."""
-    piece = tl.program_id(0) * R + tl.arange(0, R)
-    row, end = (piece // tl.cdiv(s, T)).to(tl.int64), (piece % tl.cdiv(s, T) + 1) * T
-    kc = tl.program_id(1) * K + tl.arange(0, K)
-    ok = (row < rows)[:, None] & (kc < c)[None, :]
-    w, b = conv_weights(weight, bias, kc, c, W)
-    u, dout, du = u + row * sur, dout + row * sor, du + row * sdr
-    if initial is not None:
-        initial += row * sir
-    zero = tl.zeros((R, K), tl.float32)
-    us, das, dw, db = (), (), (), zero
-    for j in tl.static_range(W):  # the last of us is never used
-        uj = columns(u, initial, end + j, kc, ok, s, sul, sil, W)
-        us, das, dw = us + (uj.to(tl.float32),), das + (zero,), dw + (zero,)
-    for j in tl.static_range(1, W):
-        i = end + W - 1 - j
-        uj = columns(u, initial, i - W + 1, kc, ok, s, sul, sil, W)
-        us, das = conv_back_step(uj, columns(dout, None, i, kc, ok, s, sol, 0, W),
-                                 us, das, w, b, W)
-    for t in range(0, T, W):
-        new, douts = (), ()  # the loads of w steps together, so that memory has enough to do
-        for j in tl.static_range(W):
-            i = end - 1 - t - j
-            new += (columns(u, initial, i - W + 1, kc, ok, s, sul, sil, W),)
-            douts += (columns(dout, None, i, kc, ok, s, sol, 0, W),)
-        for j in tl.static_range(W):
-            i = end - 1 - t - j
-            us, das = conv_back_step(new[j], douts[j], us, das, w, b, W)
-            tl.store((du + i * sdl)[:, None] + kc[None, :],
-                     weighted(w, das, W).to(du.dtype.element_ty), mask=ok & (i < s)[:, None])
-            sums = ()
-            for k in tl.static_range(W):
-                sums += (dw[k] + us[k] * das[W - 1],)
-            dw, db = sums, db + das[W - 1]
-    if initial is not None:  # a row's first piece walks on over `initial`, whose da are zero
-        for j in tl.static_range(1, W):
-            das = das[1:] + (zero,)
-            at = (dinitial + (row * (W - 1) + W - 1 - j) * c)[:, None] + kc[None, :]
-            tl.store(at, weighted(w, das, W).to(du.dtype.element_ty), mask=ok & (end == T)[:, None])
-    dparams += tl.program_id(0).to(tl.int64) * (W + 1) * c + kc
-    for k in tl.static_range(W):
-        tl.store(dparams + k * c, tl.sum(dw[k], 0), mask=kc < c)
-    tl.store(dparams + W * c, tl.sum(db, 0), mask=kc < c)
-
-
-@operator(lambda u, weight, bias, initial: u.new_empty(u.shape))
-def causal_conv_forward(u: Tensor, weight: Tensor, bias: Tensor,
-                        initial: Optional[Tensor]) -> Tensor:
-    r, s, ways, c = u.shape if u.dim() == 4 else (*u.shape[:2], 1, u.shape[2])
-    out, T, K = u.new_empty(u.shape), 64, 64
-    conv_kernel[r * triton.cdiv(s, T), triton.cdiv(c, K), ways](
-        u, weight, bias, initial, out, s, c, *strides(u, 3), *strides(initial, 2),
-        W=weight.shape[-1], T=T, K=K)
-    return out
-
-
-def conv_backward_into(du, dout, u, weight, bias, initial):
-    """Writes into du, of any strides but the last. -> dweight, dbias, dinitial"""
-    (r, s, c), (dweight, dbias, dinitial) = u.shape, like(weight, bias, initial)
-    dout, W, R, K = rowwise(dout), weight.shape[1], 8, 64
-    T = 16 * W  # a multiple of w: the walk goes w steps at a time
-    programs = triton.cdiv(r * triton.cdiv(s, T), R)
-    dparams = u.new_empty(programs, W + 1, c, dtype=torch.float32)
-    conv_backward_kernel[programs, triton.cdiv(c, K)](
-        u, weight, bias, initial, dout, du, dparams, dinitial, r, s, c, *strides(u, 2),
-        *strides(initial, 2), *strides(dout, 2), *strides(du, 2), W=W, T=T, R=R, K=K)
-    dparams = dparams.sum(0)
-    return dweight.copy_(dparams[:W].T), dbias.copy_(dparams[W]), dinitial
-
-
-@operator(lambda dout, *inputs: like(*inputs))
-def causal_conv_backward(dout: Tensor, u: Tensor, weight: Tensor, bias: Tensor,
-                         initial: Optional[Tensor]) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    du = u.new_empty(u.shape)
-    return du, *conv_backward_into(du, dout, u, weight, bias, initial)
-
-
-differentiable(causal_conv_forward, causal_conv_backward)
-
-
-def causal_conv(u, weight, bias, initial=None):
-    """u (r, s, c) of any strides but the last, weight (c, w), bias (c), initial (r, w - 1, c) or
-    None: zeros. -> (r, s, c) in the dtype of u; sums are fp32. Differentiable in all four."""
-    initial = None if initial is None else rowwise(initial.to(u.dtype))
-    return causal_conv_forward(rowwise(u), weight.contiguous(), bias.contiguous(), initial)
-
-
-def causal_conv_both(u, weight, bias, initial):
-    """The convolutions of two ways, each over channels of its own: way 0 forward from initial
-    (r, w - 1, c), way 1 from the last position back to the first, from zeros. u (r, s, 2, c),
-    weight (2, c, w), bias (2, c) -> (r, s, 2, c). No gradients."""
-    return causal_conv_forward(rowwise(u), weight.contiguous(), bias.contiguous(),
-                               rowwise(initial.to(u.dtype)))

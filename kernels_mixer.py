@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 import kernels
+import kernels_conv
 from kernels import operator
 
 EPS = 1e-5                              # of the norm; as in ops.gated_norm
@@ -127,7 +128,7 @@ def mixer_forward(proj: Tensor, conv_weight: Tensor, conv_bias: Tensor, dt_bias:
     widths, h, n, several = sizes(proj, conv_weight, A, norm_weight, row)
     z, xBC, dt = parts(proj, widths)
     convs = boundary_columns(xBC, conv_weight, conv, block_len)
-    xBC = kernels.causal_conv_forward(xBC, conv_weight, conv_bias, conv)
+    xBC = kernels_conv.causal_conv_forward(xBC, conv_weight, conv_bias, conv)
     x, dt, B, C = scan_inputs(xBC, dt, dt_bias, h, n)
     states = proj.new_empty(0, dtype=torch.float32)
     if several or block_len:
@@ -176,7 +177,7 @@ def mixer_backward(dout: Tensor, dstates: Optional[Tensor], dconvs: Optional[Ten
     del gated, dgated
 
     # The scan.
-    convolved = kernels.causal_conv_forward(xBC, conv_weight, conv_bias, conv)
+    convolved = kernels_conv.causal_conv_forward(xBC, conv_weight, conv_bias, conv)
     x, dt, B, C = scan_inputs(convolved, dt_raw, dt_bias, h, n)
     start = states[:, :-1].flatten(0, 1) if states.numel() else ssm
     xs, dts, Bs, Cs = in_rows(row, x, dt, B, C)
@@ -198,7 +199,7 @@ def mixer_backward(dout: Tensor, dstates: Optional[Tensor], dconvs: Optional[Ten
 
     # The convolution.
     du = torch.cat([v.reshape(*proj.shape[:2], -1) for v in (dx, dB, dC)], -1)
-    dw, db, dconv = kernels.conv_backward_into(dxBC, du, xBC, conv_weight, conv_bias, conv)
+    dw, db, dconv = kernels_conv.conv_backward_into(dxBC, du, xBC, conv_weight, conv_bias, conv)
     if dconvs is not None:
         dxBC.unflatten(1, (-1, block_len))[:, :, block_len - dconvs.shape[2]:] += dconvs[:, 1:]
         if conv is not None:

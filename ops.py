@@ -190,8 +190,8 @@ def causal_conv(u, weight, bias, initial):
     Returns (b, s, c). The state to carry on is the last w-1 columns of [initial; u].
     """
     if KERNELS["scan"] == "triton":
-        import kernels
-        return kernels.causal_conv(u, weight, bias, initial)
+        import kernels_conv
+        return kernels_conv.causal_conv(u, weight, bias, initial)
     s = u.size(1)
     columns = torch.cat([initial.to(u.dtype), u], 1)
     out = bias
@@ -208,8 +208,8 @@ def causal_conv_both(u, weight, bias, initial):
     u (b, s, 2, c); weight (2, c, w); bias (2, c). Returns (b, s, 2, c).
     """
     if KERNELS["scan"] == "triton":
-        import kernels
-        return kernels.causal_conv_both(u, weight, bias, initial)
+        import kernels_conv
+        return kernels_conv.causal_conv_both(u, weight, bias, initial)
     (fwd, rev), zeros = u.unbind(2), torch.zeros_like(initial)
     rev = causal_conv(rev.flip(1), weight[1], bias[1], zeros).flip(1)
     return torch.stack([causal_conv(fwd, weight[0], bias[0], initial), rev], 2)
@@ -485,7 +485,7 @@ def select_kernels(setting, device):
     fast, why = on_gpu, ""
     if on_gpu:
         try:
-            import kernels                              # noqa: F401
+            import kernels_mixer                        # noqa: F401, and with it the others
         except Exception as error:                      # a broken Triton fails in many ways
             fast, why = False, f" (no Triton: {type(error).__name__}: {error})"
     KERNELS.update(scan="triton" if fast else "torch", mixer="fused" if fast else "torch",

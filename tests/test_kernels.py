@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="needs Triton: pip install triton==3.6.0")
 
 import kernels  # noqa: E402
 import kernels_attention  # noqa: E402
+import kernels_conv  # noqa: E402
 import ops  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -106,19 +107,17 @@ def test_scan_kernels_equal_the_loop_with_all_gradients(
 
 @DTYPES
 @pytest.mark.parametrize("p, n", [(64, 64), (64, 128), (64, 256), (32, 128), (16, 16)])
-def test_scan_over_rows_of_several_chunks_has_all_gradients_at_every_tile_size(monkeypatch, p, n, dtype):
-    """A compiler may get one tile size wrong; the interpreter only needs to see a last, partial chunk."""
+def test_scan_over_several_chunks_has_all_gradients_at_every_size(monkeypatch, p, n, dtype):
+    """A compiler may get one size wrong; the interpreter only has to see a last, partial chunk."""
     monkeypatch.setattr(kernels, "FEW", 0)
     r, s, h = (32, 200, 2) if GPU else (1, 130, 1)
     compare(rows, loop, scan_inputs(r, s, h, p, n, dtype), LIMIT[dtype])
 
 
-@pytest.mark.parametrize("few, own", [(0, True), (0, False), (1000, False)])
-def test_rows_hand_their_last_state_on_and_may_have_decays_of_their_own(monkeypatch, few, own):
+@BY_TILES
+def test_rows_hand_their_last_state_on(monkeypatch, few):
     monkeypatch.setattr(kernels, "FEW", few)
     inputs = scan_inputs(2, 170, 3, 16, 32)
-    if own:
-        inputs["A"], inputs["D"] = -torch.exp(randn(2, 3)), randn(2, 3)
     got = kernels.ssd_rows(*inputs.values(), return_final=True)
     want, states = ops.ssd_scan_ref(**{k: v.double() for k, v in inputs.items()})
     assert error(got[0], want) < 1e-5 and error(got[1], states[:, -1]) < 1e-5
@@ -147,7 +146,7 @@ def test_both_ways_of_generation_equal_the_loop(l, dtype):
     u, w, bias, start = (u.double() for u in inputs)
     fwd = ops.causal_conv(u[:, :, 0], w[0], bias[0], start)
     rev = ops.causal_conv(u[:, :, 1].flip(1), w[1], bias[1], torch.zeros_like(start)).flip(1)
-    got = kernels.causal_conv_both(*inputs)
+    got = kernels_conv.causal_conv_both(*inputs)
     assert got.dtype == dtype and error(got, torch.stack([fwd, rev], 2)) < LIMIT[dtype]
 
 
@@ -198,8 +197,15 @@ def test_convolution_equals_its_twin_with_all_gradients(r, s, c, w, start, dtype
     inputs = dict(u=u[..., 16:16 + c], weight=randn(c, w), bias=randn(c),
                   initial=initial[:, 1:w, :c] if start else None)
     zeros = torch.zeros(r, w - 1, c, device=DEVICE)
-    compare(kernels.causal_conv, lambda initial, **v: ops.causal_conv(
+    compare(kernels_conv.causal_conv, lambda initial, **v: ops.causal_conv(
         initial=zeros if initial is None else initial, **v), inputs, LIMIT[dtype])
+
+
+def test_convolution_refuses_a_row_beyond_its_32_bit_offsets():
+    row = torch.empty_strided((1, 2 ** 16, 16), (2 ** 31, 2 ** 15 - 1, 1), device="meta")
+    kernels_conv.check_row(row)
+    with pytest.raises(AssertionError, match="32 bits"):
+        kernels_conv.check_row(row.as_strided(row.shape, (2 ** 31, 2 ** 15, 1)))
 
 
 def attention_inputs(lengths, l, d, dtype, h=2, cap=None, pad=0):
@@ -247,7 +253,7 @@ def test_kernels_compile_without_graph_breaks():
     inputs |= dict(u=randn(1, 64, 16), weight=randn(16, 4), bias=randn(16))
 
     def layer(x, dt, A, B, C, D, initial_state, u, weight, bias):
-        x = x + kernels.causal_conv(u, weight, bias).unflatten(-1, (1, 16))
+        x = x + kernels_conv.causal_conv(u, weight, bias).unflatten(-1, (1, 16))
         local = kernels.ssd_row_states(x, dt, A, B)[:, None]
         states = kernels.pass_states(local, dt.sum(1)[:, None] * A, initial_state)
         return kernels.ssd_rows(x, dt, A, B, C, D, states[:, -1])
@@ -270,8 +276,8 @@ def test_operators_declare_the_shapes_that_they_return():
             (kernels.ssd_row_states_backward, (s0, x, dt, A, B)),
             (kernels.pass_states, (states, -dt[:, :3], states[:, 0])),
             (kernels.pass_states_backward, (states, states, -dt[:, :2])),
-            (kernels.causal_conv_forward, (u, w, bias, u[:, :3])),
-            (kernels.causal_conv_backward, (u, u, w, bias, u[:, :3])),
+            (kernels_conv.causal_conv_forward, (u, w, bias, u[:, :3])),
+            (kernels_conv.causal_conv_backward, (u, u, w, bias, u[:, :3])),
             (kernels_attention.block_attention, attention_inputs([20], 16, 16, torch.float32))):
         torch.library.opcheck(op, args, test_utils=tests)
 

@@ -1,0 +1,195 @@
+"""
+Triton kernels of the short causal convolution and its SiLU, with carried columns.
+
+  causal_conv        forward, with a backward in one pass (twin in ops.py: causal_conv)
+  causal_conv_both   two directions at once, for generation (twin: causal_conv_both)
+
+A module of its own, because it shares nothing with the scan but helpers: the convolution is bound
+by memory, the scan by registers and products.
+
+Without a GPU, Triton's interpreter tests it:    python -m pytest tests/test_kernels.py -k conv
+Time it on one:                                  python bench.py ops
+"""
+from typing import Optional, Tuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import differentiable, like, operator, rowwise, strides
+
+# For each channel, out_i = silu(a_i) with a_i = bias + sum_j weight_j u_{i-w+1+j}; `initial` holds
+# the w - 1 columns before u_0. Memory is what takes time. The forward reads u from it once, the
+# other shifts come from L1; the backward walks along the positions and keeps the last w of
+# everything in registers. Positions times strides within a row are 32-bit numbers.
+
+def check_row(u):
+    s, step = u.shape[1], u.stride(1)
+    assert s * step < 2 ** 31, (
+        f"a row of {s} positions, {step} elements apart, is too long for the convolution kernels: "
+        "within a row they count elements in 32 bits")
+
+
+@triton.jit
+def columns(u, initial, at, kc, ok, s, sul, sil, W: tl.constexpr):
+    """u at positions `at` of s: zeros beyond, `initial` (else zeros) before. -> (at, kc)"""
+    if initial is not None:
+        u = tl.where(at >= 0, u + at * sul, initial + (at + W - 1) * sil)
+    else:
+        u, ok = u + at * sul, ok & (at >= 0)[:, None]
+    return tl.load(u[:, None] + kc[None, :], mask=ok & (at < s)[:, None], other=0.0)
+
+
+@triton.jit
+def conv_weights(weight, bias, kc, c, W: tl.constexpr):
+    w = ()
+    for j in tl.static_range(W):
+        w += (tl.load(weight + kc * W + j, mask=kc < c, other=0.0).to(tl.float32)[None, :],)
+    return w, tl.load(bias + kc, mask=kc < c, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def weighted(w, values, W: tl.constexpr):
+    out = w[0] * values[0]
+    for j in tl.static_range(1, W):
+        out += w[j] * values[j]
+    return out
+
+
+@triton.jit
+def conv_kernel(u, weight, bias, initial, out, s, c, sur, sul, suw, sir, sil,
+                W: tl.constexpr, T: tl.constexpr, K: tl.constexpr):
+    """T positions by K channels of one row and way. As in `tiles_kernel`, the second way runs from
+    the row's end to its start, from zeros."""
+    row, tile = (tl.program_id(0) // tl.cdiv(s, T)).to(tl.int64), tl.program_id(0) % tl.cdiv(s, T)
+    i, kc = tile * T + tl.arange(0, T), tl.program_id(1) * K + tl.arange(0, K)
+    way, ways = tl.program_id(2), tl.num_programs(2)
+    end, sign = tl.cast(way, tl.int64) * (s - 1), 1 - 2 * way
+    ok = (i < s)[:, None] & (kc < c)[None, :]
+    w, b = conv_weights(weight + way * c * W, bias + way * c, kc, c, W)
+    u, sul = u + row * sur + way * suw + end * sul, sul * sign
+    if initial is not None:
+        initial += row * sir
+    us = ()
+    for j in tl.static_range(W):
+        ij = i - W + 1 + j
+        uj = columns(u, initial, ij, kc, ok & ((ij >= 0) | (way == 0))[:, None], s, sul, sil, W)
+        us += (uj.to(tl.float32),)
+    a = b + weighted(w, us, W)
+    at = ((row * s + end + i * sign) * ways + way)[:, None] * c + kc[None, :]
+    tl.store(out + at, (a * tl.sigmoid(a)).to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def conv_back_step(u, dout, us, das, w, b, W: tl.constexpr):
+    """One position to the left: `us` is then u at i-w+1..i and `das` da at i+w-1..i."""
+    us = (u.to(tl.float32),) + us[:W - 1]
+    a = b + weighted(w, us, W)
+    sig = tl.sigmoid(a)
+    return us, das[1:] + (dout.to(tl.float32) * (sig * (1 + a * (1 - sig))),)
+
+
+@triton.jit
+def conv_backward_kernel(u, weight, bias, initial, dout, du, dparams, dinitial, rows, s, c,
+                         sur, sul, sir, sil, sor, sol, sdr, sdl,
+                         W: tl.constexpr, T: tl.constexpr, R: tl.constexpr, K: tl.constexpr):
+    """R pieces of T positions by K channels, each from end to start, with da_i = dout_i silu'(a_i):
+        du_i = sum_j weight_j da_{i+w-1-j}        dweight_j = sum_i da_i u_{i-w+1+j}
+    First come the w - 1 positions that follow the piece; they only give their da. `dparams`
+    (programs, w + 1, c) gets this program's share of dweight and, last, dbias."""
+    piece = tl.program_id(0) * R + tl.arange(0, R)
+    row, end = (piece // tl.cdiv(s, T)).to(tl.int64), (piece % tl.cdiv(s, T) + 1) * T
+    kc = tl.program_id(1) * K + tl.arange(0, K)
+    ok = (row < rows)[:, None] & (kc < c)[None, :]
+    w, b = conv_weights(weight, bias, kc, c, W)
+    u, dout, du = u + row * sur, dout + row * sor, du + row * sdr
+    if initial is not None:
+        initial += row * sir
+    zero = tl.zeros((R, K), tl.float32)
+    us, das, dw, db = (), (), (), zero
+    for j in tl.static_range(W):  # the last of us is never used
+        uj = columns(u, initial, end + j, kc, ok, s, sul, sil, W)
+        us, das, dw = us + (uj.to(tl.float32),), das + (zero,), dw + (zero,)
+    for j in tl.static_range(1, W):
+        i = end + W - 1 - j
+        uj = columns(u, initial, i - W + 1, kc, ok, s, sul, sil, W)
+        us, das = conv_back_step(uj, columns(dout, None, i, kc, ok, s, sol, 0, W),
+                                 us, das, w, b, W)
+    for t in range(0, T, W):
+        new, douts = (), ()  # the loads of w steps together, so that memory has enough to do
+        for j in tl.static_range(W):
+            i = end - 1 - t - j
+            new += (columns(u, initial, i - W + 1, kc, ok, s, sul, sil, W),)
+            douts += (columns(dout, None, i, kc, ok, s, sol, 0, W),)
+        for j in tl.static_range(W):
+            i = end - 1 - t - j
+            us, das = conv_back_step(new[j], douts[j], us, das, w, b, W)
+            tl.store((du + i * sdl)[:, None] + kc[None, :],
+                     weighted(w, das, W).to(du.dtype.element_ty), mask=ok & (i < s)[:, None])
+            sums = ()
+            for k in tl.static_range(W):
+                sums += (dw[k] + us[k] * das[W - 1],)
+            dw, db = sums, db + das[W - 1]
+    if initial is not None:  # a row's first piece walks on over `initial`, whose da are zero
+        for j in tl.static_range(1, W):
+            das = das[1:] + (zero,)
+            at = (dinitial + (row * (W - 1) + W - 1 - j) * c)[:, None] + kc[None, :]
+            tl.store(at, weighted(w, das, W).to(du.dtype.element_ty), mask=ok & (end == T)[:, None])
+    dparams += tl.program_id(0).to(tl.int64) * (W + 1) * c + kc
+    for k in tl.static_range(W):
+        tl.store(dparams + k * c, tl.sum(dw[k], 0), mask=kc < c)
+    tl.store(dparams + W * c, tl.sum(db, 0), mask=kc < c)
+
+
+@operator(lambda u, weight, bias, initial: u.new_empty(u.shape))
+def causal_conv_forward(u: Tensor, weight: Tensor, bias: Tensor,
+                        initial: Optional[Tensor]) -> Tensor:
+    r, s, ways, c = u.shape if u.dim() == 4 else (*u.shape[:2], 1, u.shape[2])
+    out, T, K = u.new_empty(u.shape), 64, 64
+    check_row(u)
+    conv_kernel[r * triton.cdiv(s, T), triton.cdiv(c, K), ways](
+        u, weight, bias, initial, out, s, c, *strides(u, 3), *strides(initial, 2),
+        W=weight.shape[-1], T=T, K=K)
+    return out
+
+
+def conv_backward_into(du, dout, u, weight, bias, initial):
+    """Writes into du, of any strides but the last. -> dweight, dbias, dinitial"""
+    (r, s, c), (dweight, dbias, dinitial) = u.shape, like(weight, bias, initial)
+    dout, W, R, K = rowwise(dout), weight.shape[1], 8, 64
+    for v in (u, dout, du):
+        check_row(v)
+    T = 16 * W  # a multiple of w: the walk goes w steps at a time
+    programs = triton.cdiv(r * triton.cdiv(s, T), R)
+    dparams = u.new_empty(programs, W + 1, c, dtype=torch.float32)
+    conv_backward_kernel[programs, triton.cdiv(c, K)](
+        u, weight, bias, initial, dout, du, dparams, dinitial, r, s, c, *strides(u, 2),
+        *strides(initial, 2), *strides(dout, 2), *strides(du, 2), W=W, T=T, R=R, K=K)
+    dparams = dparams.sum(0)
+    return dweight.copy_(dparams[:W].T), dbias.copy_(dparams[W]), dinitial
+
+
+@operator(lambda dout, *inputs: like(*inputs))
+def causal_conv_backward(dout: Tensor, u: Tensor, weight: Tensor, bias: Tensor,
+                         initial: Optional[Tensor]) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    du = u.new_empty(u.shape)
+    return du, *conv_backward_into(du, dout, u, weight, bias, initial)
+
+
+differentiable(causal_conv_forward, causal_conv_backward)
+
+
+def causal_conv(u, weight, bias, initial=None):
+    """u (r, s, c) of any strides but the last, weight (c, w), bias (c), initial (r, w - 1, c) or
+    None: zeros. -> (r, s, c) in the dtype of u; sums are fp32. Differentiable in all four."""
+    initial = None if initial is None else rowwise(initial.to(u.dtype))
+    return causal_conv_forward(rowwise(u), weight.contiguous(), bias.contiguous(), initial)
+
+
+def causal_conv_both(u, weight, bias, initial):
+    """The convolutions of two ways, each over channels of its own: way 0 forward from initial
+    (r, w - 1, c), way 1 from the last position back to the first, from zeros. u (r, s, 2, c),
+    weight (2, c, w), bias (2, c) -> (r, s, 2, c). No gradients."""
+    return causal_conv_forward(rowwise(u), weight.contiguous(), bias.contiguous(),
+                               rowwise(initial.to(u.dtype)))
