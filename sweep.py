@@ -3,103 +3,168 @@ Trains many runs on the GPUs of one machine and puts them side by side: the pape
 and five learning rates (tab:validation-87m-full), or the four models and ablations on a small text.
 
     python sweep.py config/sweep/87m.py             # the paper's grid: days on eight GPUs
-    python sweep.py config/sweep/novels.py          # minutes; needs data/novels, see README
+    python sweep.py config/sweep/novels.py          # minutes; needs data/novels
+    python sweep.py --draw=FILE.json                # only the table and the picture of a sweep before
 
 Each run is `train.py` in a process of its own, then `eval.py`. Start the same command again after an
-interrupt: what is done is not done again, and what was begun goes on from its checkpoint.
+interrupt or a failure: what is done is not done again, and what was begun goes on from its checkpoint.
 """
+import contextlib
 import json
 import math
 import os
-import queue
+import re
 import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import torch
 from tqdm import tqdm
 
-from configurator import ConfigError, configure, read_file, settings_of
-from data import DataError, TokenData
+import train
+from bench import MODELS, hardware
+from configurator import ConfigError, configure, settings_of
+from data import DataError, TokenData, prepare_stdlib
+from eval import print_table
 
 # ---------------------------------------------------------------------------------------------
 # Settings
 out_dir = "out/sweep"
 runs = []                               # each a config file of train.py, then settings: "FILE a=1 b=2"
-learning_rates = []                     # tried with every config file; []: the one that it names
-pick_iters = 0                          # steps of a run that picks a learning rate; 0: whole runs, and
-                                        # the table has them all
-settings = ""                           # more settings for every run, as in "data=data/mine seed=1"
-gpus_per_run = 1                        # GPUs that one run is spread over
+learning_rates = []                     # tried with every run; []: the one that its file names
+pick_iters = 0                          # steps of a run that picks a learning rate for all runs of a
+                                        # config file; 0: the table has every run with every rate
+settings = ""                           # of all runs, as in "data=data/mine seed=1"; a run's own win
+gpus_per_run = 1                        # GPUs that one run is spread over (on a CPU: processes)
 runs_per_gpu = 1                        # runs that share a GPU, for small models
 eval_settings = "mc=8"                  # of eval.py
 figure = ""                             # where to draw the curves; empty: out_dir/sweep.png
 table = ""                              # where to write the table as JSON; empty: out_dir/sweep.json
+draw = ""                               # such a JSON: show and draw it again, and train nothing
 # ---------------------------------------------------------------------------------------------
+
+SAME_RESULT = {"out_dir", "resume", "micro_batch_size", "log_interval", "device", "kernels", "compile",
+               "dist_timeout"}          # settings of train.py that may change between two starts
+COLUMNS = {"parameters": ("parameters", ","), "rate": ("learning_rate", "g"), "tokens": ("tokens", ","),
+           "train": ("train_loss", ".4f"), "val": ("val_loss", ".4f"), "NELBO": ("nelbo", ".4f"),
+           "+-text": ("nelbo_se", ".4f"), "+-noise": ("nelbo_se_noise", ".4f"), "PPL": ("ppl", ".2f"),
+           "bits/B": ("bpb", ".4f"), "acc %": ("acc", ".2f")}
 
 
 class Run:
-    """One training run: a config file, settings on top of it, and the folder that it writes."""
+    """
+    One training run: a config file, settings on top of it, and the folder that it writes. Of settings
+    given twice the later wins: those of all runs, then `picked`, then the run's own. The folder's
+    run.json holds the settings and what has ended well: "trained", and "evaluated" by which settings.
+    """
 
-    def __init__(self, line, extra=(), name=""):
-        self.file, *words = line.split()
-        self.words = [*words, *shlex.split(settings), *extra]
-        stem = os.path.splitext(os.path.basename(self.file))[0]
-        self.base, self.name = stem, name or " ".join([stem, *words])
-        self.folder = os.path.join(out_dir, self.name.replace(" ", "+").replace("=", "-"))
-        defaults = train_defaults()
-        self.settings = {**defaults, **read_file(self.file, defaults)}
-        for word in self.words:
-            key, _, text = word.partition("=")
-            configure(scope := {key: self.settings.get(key)} if key in defaults else {}, [f"--{word}"])
-            self.settings.update(scope)
+    def __init__(self, line, *picked):
+        self.line, self.error = line, ""
+        self.file, *own = shlex.split(line)
+        self.base = os.path.splitext(os.path.basename(self.file))[0]
+        self.name = " ".join([self.base, *own])
+        self.folder = os.path.join(out_dir, re.sub(r"[^\w.+-]", "-", self.name.replace(" ", "+")))
+        words = {word.partition("=")[0]: word for word in [*shlex.split(settings), *picked, *own]}
+        self.words = [self.file, *(f"--{word}" for word in words.values())]
+        self.settings = configure(settings_of(vars(train)), self.words)
+
+    def path(self, name):
+        return os.path.join(self.folder, name)
+
+    @property
+    def state(self):
+        return read_json(self.path("run.json")) or {}
+
+    def remember(self, **news):
+        os.makedirs(self.folder, exist_ok=True)
+        write_json(self.path("run.json"), {**self.state, **news})
+
+    def claim(self):
+        """Notes the settings in the folder. Raises ConfigError if it holds a run of other settings."""
+        mine = {k: v for k, v in self.settings.items() if k not in SAME_RESULT}
+        held = self.state.get("settings", mine)
+        changed = [k for k in mine if held.get(k) != mine[k]]
+        if changed:
+            raise ConfigError(f"{self.folder} holds a run with another {', '.join(changed)}; use the same "
+                              f"settings, or another out_dir")
+        self.remember(settings=mine)
 
     def rows(self):
         """What log.jsonl holds so far."""
-        path = os.path.join(self.folder, "log.jsonl")
-        if not os.path.exists(path):
-            return []
-        with open(path) as f:
+        with contextlib.suppress(FileNotFoundError), open(self.path("log.jsonl")) as f:
             return [json.loads(line) for line in f if line.endswith("\n")]
+        return []
 
     @property
     def steps(self):
-        return max((r["step"] for r in self.rows()), default=0)
+        """The step of the log's last whole line, 0 without one."""
+        with contextlib.suppress(OSError, IndexError), open(self.path("log.jsonl"), "rb") as f:
+            f.seek(max(os.path.getsize(f.name) - 4096, 0))
+            return json.loads(f.read().split(b"\n")[-2])["step"]
+        return 0
 
     @property
-    def val_loss(self):
-        """The validation loss of the last step, or None while the run is not done."""
-        last = self.settings["max_iters"]
-        return next((r["val_loss"] for r in self.rows() if r["step"] == last and "val_loss" in r), None)
+    def points(self):
+        """Validation and training loss at every step that was validated."""
+        rows = self.rows()
+        return [dict(step=v["step"], val=v["val_loss"], train=mean_before(rows, v["step"]))
+                for v in rows if "val_loss" in v]
 
-    def command(self, gpus):
-        python = [sys.executable]
-        if gpus > 1:
-            python += ["-m", "torch.distributed.run", f"--nproc_per_node={gpus}", "--standalone"]
-        resume = ["--resume"] if os.path.exists(os.path.join(self.folder, "ckpt.pt")) else []
-        return [*python, here("train.py"), self.file, *(f"--{w}" for w in self.words),
-                f"--out_dir={self.folder}", *resume]
+    @property
+    def trained(self):
+        return self.state.get("trained", False) and bool(self.points)
 
     @property
     def report(self):
-        return os.path.join(self.folder, "eval.json")
+        """Parameters and the figures of the first text from the JSON that eval.py wrote; None if it is
+        missing, unreadable, or by other settings of eval.py than today's."""
+        with contextlib.suppress(LookupError, TypeError, StopIteration):
+            if self.state["evaluated"] == eval_settings:
+                result = read_json(self.path("eval.json"))["results"][0]
+                figures = next(iter(result["text"].values()))
+                keys = "nelbo nelbo_se nelbo_se_noise ppl ppl_se bpb acc acc_se tokens samples".split()
+                return dict(parameters=result["parameters"], eval={k: figures[k] for k in keys})
 
-    def eval_command(self):
-        return [sys.executable, here("eval.py"), f"--checkpoint={self.folder}/ckpt.pt",
-                f"--data={self.settings['data']}", f"--out={self.report}",
-                *(f"--{w}" for w in shlex.split(eval_settings))]
+    def command(self, script):
+        """The command that trains this run, from its checkpoint if there is one, or evaluates it."""
+        if script == "eval":
+            return [sys.executable, here("eval.py"), f"--checkpoint={self.path('ckpt.pt')}",
+                    f"--data={self.settings['data']}", f"--device={self.settings['device']}",
+                    f"--out={self.path('eval.json')}", *(f"--{w}" for w in shlex.split(eval_settings))]
+        torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={gpus_per_run}", "--standalone"]
+        resume = ["--resume"] if os.path.exists(self.path("ckpt.pt")) else []
+        return [sys.executable, *(torchrun if gpus_per_run > 1 else []), here("train.py"), *self.words,
+                f"--out_dir={self.folder}", *resume]
+
+    def why(self, script, status):
+        """A sentence on a process that failed: its own, or the last line that it printed."""
+        with open(self.path(f"{script}.txt"), errors="replace") as f:
+            lines = [line.strip() for line in f if line.strip()] or ["it printed nothing"]
+        said = [line for line in lines if line.startswith(f"{script}.py: ")] or lines
+        return f"{self.name}: {script}.py ended with status {status}: {said[-1]} ({f.name})"
 
 
 def here(name):
     return os.path.join(os.path.dirname(os.path.abspath(__file__)), name)
 
 
-def train_defaults():
-    import train
-    return settings_of({k: v for k, v in vars(train).items() if not k.startswith("__")})
+def read_json(path):
+    """The content of a JSON file; None if it is missing or not whole."""
+    with contextlib.suppress(OSError, ValueError), open(path) as f:
+        return json.load(f)
+
+
+def write_json(path, value):
+    with open(f"{path}.tmp", "w") as f:
+        json.dump(value, f, indent=1)
+    os.replace(f"{path}.tmp", path)
+
+
+def mean_before(rows, step):
+    """The training loss that was logged last at or before a step."""
+    return next((r["loss"] for r in reversed(rows) if r.get("loss") and r["step"] <= step), None)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -109,191 +174,192 @@ def places():
     """What a run is given: GPUs by name, each as often as runs may share it; without GPUs, the CPU."""
     count = torch.cuda.device_count()
     if not count:
-        return [[]]
+        return [[]] * runs_per_gpu
     if count < gpus_per_run:
         raise ConfigError(f"a run needs {gpus_per_run} GPUs and this machine has {count}; lower gpus_per_run")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[:count]
     names = visible if len(visible) == count and all(visible) else [str(i) for i in range(count)]
-    return [names[i:i + gpus_per_run] for i in range(0, count - gpus_per_run + 1, gpus_per_run)] * runs_per_gpu
+    groups = zip(*(names[i::gpus_per_run] for i in range(gpus_per_run)))
+    return [list(group) for group in groups] * runs_per_gpu
 
 
-def run_commands(jobs, name):
-    """
-    Runs jobs, (Run, command of the GPUs it gets), as places become free. Their output goes to
-    <folder>/<name>.txt. Returns the names of those that failed. On an interrupt the processes get
-    SIGTERM, on which train.py saves.
-    """
-    waiting, processes, failed, stopped = queue.Queue(), {}, [], threading.Event()
-    for job in jobs:
-        waiting.put(job)
-
-    def work(place):
-        while not stopped.is_set():
-            try:
-                run, command = waiting.get_nowait()
-            except queue.Empty:
-                return
-            os.makedirs(run.folder, exist_ok=True)
-            environment = dict(CUDA_VISIBLE_DEVICES=",".join(place)) if place else {}
-            environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(threads)))
-            with open(os.path.join(run.folder, f"{name}.txt"), "a") as log:
-                process = subprocess.Popen(command(max(len(place), 1)), stdout=log, stderr=log,
-                                           env={**os.environ, **environment})
-                processes[run.name] = process
-                if process.wait() and not stopped.is_set():
-                    failed.append(run.name)
-
-    threads = [threading.Thread(target=work, args=(place,), daemon=True) for place in places()]
-    for thread in threads:
-        thread.start()
+@contextlib.contextmanager
+def signals():
+    """Yields a list to which a signal to end appends its number, instead of interrupting."""
+    caught, before = [], {}
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:              # as under nohup
+            before[number] = signal.signal(number, lambda number, frame: caught.append(number))
     try:
-        watch(threads, [run for run, _ in jobs], name)
-    except KeyboardInterrupt:
-        stopped.set()
-        for process in processes.values():
-            process.send_signal(signal.SIGTERM)
-        for thread in threads:
-            thread.join(60)
-        raise
-    return failed
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def watch(threads, watched, name):
-    """A bar over all steps of all runs (or over runs, when they evaluate), until the threads end."""
-    steps = name == "train"
-    total = sum(run.settings["max_iters"] for run in watched) if steps else len(watched)
-
-    def done():
-        return sum(run.steps if steps else os.path.exists(run.report) for run in watched)
-    with tqdm(desc=f"{len(watched)} runs, {name}", total=total, initial=done(), file=sys.stderr,
-              unit="step" if steps else "run", unit_scale=steps) as bar:
-        while any(thread.is_alive() for thread in threads):
-            threads[0].join(1) if threads[0].is_alive() else time.sleep(0.5)
-            bar.update(done() - bar.n)
+def start(run, script, place, threads):
+    """A process of the run on a place. Its own session: a Ctrl-C reaches sweep.py alone, which then
+    ends it in order. It prints to <script>.txt in the run's folder."""
+    environment = dict(os.environ, OMP_NUM_THREADS=str(threads), PYTHONUNBUFFERED="1")
+    if place:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(place)
+    with open(run.path(f"{script}.txt"), "w") as log:
+        return subprocess.Popen(run.command(script), stdout=log, stderr=log, env=environment,
+                                start_new_session=True)
 
 
-def train_all(todo):
-    """Trains what is not done. Raises ConfigError, with the log's last line, if a run failed."""
-    left = [run for run in todo if run.val_loss is None]
-    failed = run_commands([(run, run.command) for run in left], "train") if left else []
-    complain(failed, todo, "train")
+def run_all(todo, script, bar, done):
+    """
+    Runs train.py or eval.py for each run, as places become free, and moves the bar to done(). A run
+    that fails keeps the reason in `error`, and the others go on. On a signal all processes are told
+    to end, on which train.py saves; when they have, this raises KeyboardInterrupt.
+    """
+    waiting, running, free = list(todo), {}, places()
+    threads = max(1, (os.cpu_count() or 1) // (len(free) * gpus_per_run))
+    with signals() as stop:
+        while (waiting and not stop) or running:
+            while waiting and free and not stop:
+                run, place = waiting.pop(0), free.pop(0)
+                running[start(run, script, place, threads)] = run, place
+            time.sleep(0.2)
+            for process in [p for p in running if p.poll() is not None]:
+                run, place = running.pop(process)
+                free.append(place)
+                if process.returncode == 0:
+                    run.remember(**{"trained": True} if script == "train" else {"evaluated": eval_settings})
+                elif not stop:
+                    run.error = run.why(script, process.returncode)
+            if news := done() - bar.n:
+                bar.update(news)
+            if stop:
+                for process in running:
+                    process.terminate()
+                for process in running:
+                    process.wait()
+                raise KeyboardInterrupt
+
+
+def train_all(todo, everything):
+    """Trains the runs that are not trained yet. The bar counts the steps of `everything`."""
+    todo = [run for run in todo if not run.trained and not run.error]
+    for run in todo:
+        run.claim()
+
+    def steps():
+        return sum(run.steps for run in everything)
+    if todo:
+        total = sum(run.settings["max_iters"] for run in everything)
+        with tqdm(desc="training", total=total, initial=steps(), unit="step",
+                  unit_scale=True, smoothing=0) as bar:
+            run_all(todo, "train", bar, steps)
 
 
 def evaluate_all(todo):
-    left = [run for run in todo if not os.path.exists(run.report)]
-    failed = run_commands([(run, lambda gpus, run=run: run.eval_command()) for run in left], "eval") if left else []
-    complain(failed, todo, "eval")
+    todo = [run for run in todo if run.trained and run.report is None]
+    if todo:
+        with tqdm(desc="evaluating", total=len(todo), unit="run") as bar:
+            run_all(todo, "eval", bar, lambda: sum(bool(run.report or run.error) for run in todo))
 
 
-def complain(failed, todo, name):
-    for run in todo:
-        if run.name in failed:
-            path = os.path.join(run.folder, f"{name}.txt")
-            with open(path) as f:
-                last = (f.read().strip().splitlines() or ["it said nothing"])[-1]
-            raise ConfigError(f"{name}.py failed for {', '.join(failed)}: {last} (see {path}); mend that and "
-                              f"start again: finished runs are kept")
-
-
-def pick(lines):
+def plan():
     """
-    The runs of the table. With learning rates, every config file is tried with each: the runs
-    themselves (pick_iters = 0), or short ones whose best rate then goes to all runs of that file.
-    Returns (runs, {config: {rate: validation loss}}).
+    The runs that pick a learning rate, {config file: runs}, and the runs of the table. Without
+    pick_iters none picks, and the table has every run with every rate.
     """
-    if not learning_rates:
-        return [Run(line) for line in lines], {}
-    files = list(dict.fromkeys(line.split()[0] for line in lines))
-    short = [f"max_iters={pick_iters}", f"eval_interval={pick_iters}"] if pick_iters else []
-    tries = {file: {lr: Run(file, [f"learning_rate={lr:g}", *short], f"{stem(file)} lr={lr:g}")
-                    for lr in learning_rates} for file in files}
-    train_all([run for by_rate in tries.values() for run in by_rate.values()])
-    losses = {file: {lr: run.val_loss for lr, run in by_rate.items()} for file, by_rate in tries.items()}
-    picked = {stem(file): {f"{lr:g}": loss for lr, loss in by_rate.items()} for file, by_rate in losses.items()}
+    tried = [f"learning_rate={rate:g}" for rate in learning_rates]
     if not pick_iters:
-        return [run for by_rate in tries.values() for run in by_rate.values()], picked
-    best = {file: min(by_rate, key=by_rate.get) for file, by_rate in losses.items()}
-    return [Run(line, [f"learning_rate={best[line.split()[0]]:g}"]) for line in lines], picked
+        return {}, [Run(f"{line} {rate}") for line in runs for rate in tried or [""]]
+    chosen = [Run(line) for line in runs]
+    short = [f"max_iters={pick_iters}", f"eval_interval={pick_iters}"]
+    return {run.file: [Run(f"{shlex.quote(run.file)} {rate}", *short) for rate in tried]
+            for run in chosen}, chosen
 
 
-def stem(file):
-    return os.path.splitext(os.path.basename(file))[0]
+def with_best_rate(run, tries):
+    """The run with the rate of the try that ended lowest. If one failed, there is no fair choice."""
+    lost = [t for t in tries if not t.trained]
+    if lost:
+        run.error = f"{run.name}: no learning rate was picked, as {lost[0].name} failed"
+    if lost or not tries:
+        return run
+    best = min(tries, key=lambda t: t.points[-1]["val"])
+    return Run(run.line, f"learning_rate={best.settings['learning_rate']:g}")
 
 
 # ---------------------------------------------------------------------------------------------
 # Reporting
 
 def summarise(run):
-    """One row of the table: what eval.py found, and training and validation loss on the way."""
-    with open(run.report) as f:
-        report = json.load(f)
-    found, rows = report_figures(report), run.rows()
-    points = [dict(step=v["step"], val=v["val_loss"], train=mean_before(rows, v["step"]))
-              for v in rows if "val_loss" in v]
-    s = run.settings
-    tokens = s["max_iters"] * s["batch_size"] * s["seq_len"]
-    speed = sorted(r["tok_per_s"] for r in rows if "tok_per_s" in r)
-    return dict(name=run.name, base=run.base, learning_rate=s["learning_rate"], steps=s["max_iters"],
-                tokens=tokens, tok_per_s=speed[len(speed) // 2] if speed else None, points=points, **found)
+    """One row of the table: what eval.py found, and training and validation loss on the way. Of a run
+    that failed, what there is, and why."""
+    s, points = run.settings, run.points
+    speed = sorted(r["tok_per_s"] for r in run.rows() if "tok_per_s" in r)
+    row = dict(name=run.name, base=run.base, learning_rate=s["learning_rate"], steps=s["max_iters"],
+               tokens=s["max_iters"] * s["batch_size"] * s["seq_len"],
+               tok_per_s=speed[len(speed) // 2] if speed else None, points=points,
+               val_loss=points[-1]["val"] if points else None)
+    missing = f"{run.name}: {run.path('eval.json')} is missing or cannot be read"
+    return row | (run.report or dict(error=run.error or missing))
 
 
-def report_figures(report):
-    """The figures of the first text that eval.py measured, from the JSON that it wrote."""
-    model = report["results"][0]
-    figures = next(iter(model["text"].values()))
-    keys = ("nelbo", "nelbo_se", "nelbo_se_noise", "ppl", "ppl_se", "bpb", "acc", "acc_se", "tokens", "samples")
-    return dict(parameters=model["parameters"], eval={k: figures[k] for k in keys})
+def score(row):
+    """What the best row is the lowest in: NELBO, or without one the validation loss after it."""
+    nelbo, val = row.get("eval", {}).get("nelbo"), row.get("val_loss")
+    return (nelbo is None, (math.inf if val is None else val) if nelbo is None else nelbo)
 
 
-def mean_before(rows, step):
-    """The training loss that was logged last at or before a step."""
-    return next((r["loss"] for r in reversed(rows) if r.get("loss") and r["step"] <= step), None)
+def best_of(results):
+    """The best row of each config file, {base: row}."""
+    return {r["base"]: min((other for other in results if other["base"] == r["base"]), key=score)
+            for r in results}
 
 
 def show(results):
     """The table; * marks the best row of each config file."""
-    best = {}
-    for r in results:
-        best[r["base"]] = min(best.get(r["base"], math.inf), r["eval"]["nelbo"])
-    width = max(len(r["name"]) for r in results)
-    print(f"{'run':<{width}} {'parameters':>11} {'rate':>8} {'tokens':>12} {'train':>7} {'NELBO':>7} {'+-text':>7} "
-          f"{'+-noise':>7} {'PPL':>8} {'bits/B':>7} {'acc %':>6}")
-    for r in results:
-        e = r["eval"]
-        mark = "*" if e["nelbo"] == best[r["base"]] else " "
-        train = r["points"][-1]["train"] if r["points"] else math.nan
-        print(f"{r['name']:<{width}} {r['parameters']:>11,} {r['learning_rate']:>8.1e} {r['tokens']:>12,} "
-              f"{train:>7.4f} {e['nelbo']:>7.4f} {e['nelbo_se']:>7.4f} {e['nelbo_se_noise']:>7.4f} "
-              f"{e['ppl']:>8.2f} {e['bpb']:>7.4f} {e['acc']:>6.2f}{mark}")
+    best, columns = best_of(results), []
+    for header, (key, form) in COLUMNS.items():
+        flat = [{**r.get("eval", {}), **r, "train_loss": r["points"][-1]["train"] if r["points"] else None}
+                for r in results]
+        columns.append((header, [None if r.get(key) is None else format(r[key], form) for r in flat]))
+    marks = ["*" if best[r["base"]] is r else "" for r in results]
+    print_table([("run", [r["name"] for r in results]), *columns, ("best", marks)])
 
 
-def draw(results, path):
-    """Left: validation loss (and, thin, training loss) of each config's plain run against the step.
-    Right: perplexity of every run with its standard error from noise."""
+def picture(results, path):
+    """Left: validation loss (and, thin, training loss) of each config file's plain run, or else of its
+    best one, against the step. Right: perplexity of the evaluated runs with the noise's standard error."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from bench import MODELS
-    def kind(r):
-        return max((k for k in MODELS if r["base"].endswith(k)), key=len, default="")
-    fig, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), width_ratios=[1.15, 1])
-    for r in results:
-        name, colour = MODELS.get(kind(r), (r["base"], "black"))
-        if len(r["name"].split()) > 1:
-            continue
-        steps = [p["step"] for p in r["points"]]
-        left.plot(steps, [p["train"] for p in r["points"]], color=colour, lw=0.8, ls=":")
-        left.plot(steps, [p["val"] for p in r["points"]], color=colour, lw=1.8, label=name)
+    kinds = {r["base"]: max((k for k in MODELS if k in r["base"]), key=len, default="") for r in results}
+    looks = {base: MODELS[kind] if list(kinds.values()).count(kind) == 1 and kind else (
+        base, MODELS[kind][1] if kind else f"C{i}") for i, (base, kind) in enumerate(kinds.items())}
+    evaluated = [r for r in results if r.get("eval")][::-1]
+    fig, ((left, *right),) = plt.subplots(1, 1 + bool(evaluated), squeeze=False,
+                                          figsize=(7 + 6 * bool(evaluated), 4.6))
+    plain, ends = {r["base"]: r for r in results if r["name"] == r["base"]}, []
+    for base, r in {**best_of(results), **plain}.items():
+        name, colour = looks[base]
+        steps, val, training = ([p[key] for p in r["points"]] for key in ("step", "val", "train"))
+        left.plot(steps, training, color=colour, lw=0.8, ls=":")
+        left.plot(steps, val, color=colour, lw=1.8)
+        ends += [(val[-1], steps[-1], name, colour)] if steps else []
+    bottom, top = left.get_ylim()
+    at = -math.inf
+    for val, step, name, colour in sorted(ends):        # names at the ends, moved up where they touch
+        at = max(val, at + 0.05 * (top - bottom))
+        left.annotate(name, (step, at), (6, 0), textcoords="offset points", color=colour, va="center")
     left.set(xlabel="step", ylabel="NELBO, nats per token", title="validation (solid) and training (dotted)")
-    left.legend(frameon=False)
-    for i, r in enumerate(reversed(results)):
-        ppl, noise = r["eval"]["ppl"], r["eval"]["ppl"] * r["eval"]["nelbo_se_noise"]
-        right.errorbar(ppl, i, xerr=noise, fmt="o", color=MODELS.get(kind(r), ("", "black"))[1], ms=5, capsize=3)
-    right.set_yticks(range(len(results)), [r["name"] for r in reversed(results)], fontsize=8)
-    right.set(xlabel="validation perplexity, bars: error of the noise")
-    right.grid(axis="x", color="0.9")
-    for ax in (left, right):
+    for ax in right:
+        for i, r in enumerate(evaluated):
+            ppl, noise = r["eval"]["ppl"], r["eval"]["nelbo_se_noise"]
+            ax.errorbar(ppl, i, xerr=ppl * noise if noise else None, fmt="o", color=looks[r["base"]][1],
+                        ms=5, capsize=3)
+        ax.set_yticks(range(len(evaluated)), [r["name"] for r in evaluated], fontsize=8)
+        ax.set(xlabel="validation perplexity; bars: error of the noise")
+        ax.grid(axis="x", color="0.9")
+    for ax in (left, *right):
         ax.spines[["top", "right"]].set_visible(False)
     fig.tight_layout()
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -301,32 +367,54 @@ def draw(results, path):
     plt.close(fig)
 
 
-def main():
-    from bench import hardware
-    if not runs:
+def train_and_evaluate():
+    """All runs; returns what the JSON holds, and why runs that pick a rate failed."""
+    tries, chosen = plan()
+    picking = [run for some in tries.values() for run in some]
+    names = [run.folder for run in [*picking, *chosen]]
+    if not names:
         raise ConfigError("there are no runs; give a list of them, such as config/sweep/novels.py")
-    started = time.time()
-    for line in runs:
-        TokenData(Run(line).settings["data"], "train", Run(line).settings["tokenizer"])
-    chosen, picked = pick(runs)
-    train_all(chosen)
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"two runs would write {twice.pop()}; tell them apart by a setting")
+    for run in chosen:
+        if run.settings["data"] == "data/stdlib":
+            prepare_stdlib()                            # here, as the runs would all do it at once
+        TokenData(run.settings["data"], "train", run.settings["tokenizer"])
+    train_all(picking, [*picking, *chosen])
+    chosen = [with_best_rate(run, tries.get(run.file, [])) for run in chosen]
+    train_all(chosen, [*picking, *chosen])
     evaluate_all(chosen)
-    results = [summarise(run) for run in chosen]
+    rates = {run.base: {} for run in picking}
+    for run in picking:
+        rates[run.base][f"{run.settings['learning_rate']:g}"] = run.points[-1]["val"] if run.trained else None
+    record = dict(runs=[summarise(run) for run in chosen], rates=rates, gpus=torch.cuda.device_count(),
+                  hardware=hardware(torch.device(train.pick_device("auto"))))
+    return record, [run.error for run in picking if run.error]
+
+
+def main():
+    if draw:
+        record, errors, path = read_json(draw), [], draw
+        if not isinstance(record, dict) or not record.get("runs"):
+            raise ConfigError(f"{draw} is no file that sweep.py wrote")
+    else:
+        record, errors = train_and_evaluate()
+        path = table or os.path.join(out_dir, "sweep.json")
+        write_json(path, record)
+    results = record["runs"]
     show(results)
-    path = table or os.path.join(out_dir, "sweep.json")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with open(path, "w") as f:
-        json.dump(dict(runs=results, rates=picked, seconds=round(time.time() - started), gpus=torch.cuda.device_count(),
-                       hardware=hardware(device)), f, indent=1)
-    png = figure or os.path.join(out_dir, "sweep.png")
-    draw(results, png)
-    print(f"wrote {path} and {png}")
+    png = figure or f"{os.path.splitext(path)[0]}.png"
+    picture(results, png)
+    print(f"wrote {png}" if draw else f"wrote {path} and {png}")
+    errors += [r["error"] for r in results if "error" in r]
+    if errors and not draw:
+        print(*errors, sep="\n", file=sys.stderr)
+        sys.exit("sweep.py: not all runs succeeded; mend that and start again: what is done is kept")
 
 
 if __name__ == "__main__":
     try:
         configure(globals())
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
         main()
     except KeyboardInterrupt:
         sys.exit("sweep.py: stopped; start the same command again to go on")

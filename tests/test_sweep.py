@@ -1,0 +1,178 @@
+"""Many runs side by side: choosing, failing, interrupting, drawing. Tiny models on a tiny corpus."""
+import glob
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from test_train import ROOT, TINY, corpus, read_log  # noqa: F401  (a fixture)
+
+import sweep
+from configurator import ConfigError, configure, settings_of
+
+
+@pytest.fixture(autouse=True)
+def _settings_put_back():
+    before = settings_of(vars(sweep))
+    yield
+    vars(sweep).update(before)
+
+
+@pytest.fixture(scope="module")
+def config(corpus, tmp_path_factory):  # noqa: F811
+    """TINY as a config file."""
+    path = tmp_path_factory.mktemp("config") / "tiny_mamba_h.py"
+    pairs = [word[2:].partition("=") for word in TINY]
+    path.write_text("".join(f"{key} = {value if value[0].isdigit() else repr(value)}\n"
+                            for key, _, value in pairs) + f"data = {corpus!r}\n")
+    return str(path)
+
+
+def run(*argv):
+    configure(vars(sweep), list(argv))
+    sweep.main()
+
+
+def grid(config, out, *more):
+    """Two runs, of which one fails, with the better of two learning rates."""
+    run(f"--runs=['{config}', '{config} block_len=7']", "--learning_rates=[1e-5, 3e-2]", "--pick_iters=3",
+        "--runs_per_gpu=2", f"--out_dir={out}", "--eval_settings=mc=2 sequences=4", *more)
+
+
+@pytest.fixture(scope="module")
+def swept(config, tmp_path_factory):
+    """The folder of such a sweep, what it printed to stderr, and its exit."""
+    out, before = str(tmp_path_factory.mktemp("sweep") / "out"), settings_of(vars(sweep))
+    errors, printed = sys.stderr, sys.stdout
+    try:
+        with open(f"{out}.txt", "w") as sys.stderr, open(f"{out}.table", "w") as sys.stdout:
+            with pytest.raises(SystemExit) as stopped:
+                grid(config, out)
+    finally:
+        sys.stderr, sys.stdout = errors, printed
+        vars(sweep).update(before)
+    return out, open(f"{out}.txt").read(), open(f"{out}.table").read(), str(stopped.value)
+
+
+def test_the_grid_picks_the_rate_of_the_lower_loss(swept):
+    record = json.load(open(f"{swept[0]}/sweep.json"))
+    rates, row = record["rates"]["tiny_mamba_h"], record["runs"][0]
+    assert rates["0.03"] < rates["1e-05"] and row["learning_rate"] == 0.03
+    assert row["val_loss"] == row["points"][-1]["val"] == read_log(f"{swept[0]}/tiny_mamba_h")[-1]["val_loss"]
+    assert [p["step"] for p in row["points"]] == [2, 4] and row["tokens"] == 4 * 4 * 32
+    assert row["eval"]["samples"] == 2 and row["eval"]["nelbo"] > 0 and "error" not in row
+
+
+def test_a_failing_run_is_a_row_with_its_last_words_and_the_others_are_kept(swept):
+    out, errors, table, end = swept
+    failed = json.load(open(f"{out}/sweep.json"))["runs"][1]
+    assert "whole blocks of block_len 7" in failed["error"] and failed["error"] in errors
+    assert "mend that and start again" in end
+    kept, lost = [line.split() for line in table.splitlines() if line.startswith("tiny_mamba_h ")]
+    assert kept[-1] == "*" and "-" not in kept and lost[1] == "block_len=7" and lost.count("-") == 9
+    assert os.path.getsize(f"{out}/sweep.png") > 5000
+
+
+def test_what_is_done_is_not_done_again_and_other_settings_are_refused(swept, config, capsys):
+    made = [f for name in ("ckpt.pt", "eval.json") for f in glob.glob(f"{swept[0]}/*/{name}")]
+    times = [os.stat(f).st_mtime_ns for f in made]
+    assert len(made) == 4                               # two that pick, and one with its evaluation
+    with pytest.raises(SystemExit):
+        grid(config, swept[0])
+    assert [os.stat(f).st_mtime_ns for f in made] == times
+    with pytest.raises(ConfigError, match="another seed"):
+        grid(config, swept[0], "--settings=seed=2")
+
+
+def test_an_unreadable_evaluation_loses_no_other_row(swept, config):
+    configure(vars(sweep), [f"--out_dir={swept[0]}", "--eval_settings=mc=2 sequences=4"])
+    run, report = sweep.Run(config), f"{swept[0]}/tiny_mamba_h/eval.json"
+    whole = open(report).read()
+    assert "eval" in sweep.summarise(run)
+    try:
+        for text in (whole[:-9], "[]", "{}"):
+            open(report, "w").write(text)
+            row = sweep.summarise(run)
+            assert "eval.json is missing or cannot be read" in row["error"] and row["val_loss"]
+    finally:
+        open(report, "w").write(whole)
+    sweep.eval_settings = "mc=1"                        # of an evaluation by other settings, likewise
+    assert run.report is None
+
+
+def test_an_interrupted_sweep_goes_on_where_it_was(config, tmp_path):
+    out = str(tmp_path / "out")
+    argv = [f"--runs=['{config}']", f"--out_dir={out}", "--eval_settings=sequences=2",
+            "--runs_per_gpu=2",                         # one thread: these models are too small for two
+            "--settings=max_iters=150 eval_interval=1000 log_interval=5"]
+    process = subprocess.Popen([sys.executable, "sweep.py", *argv], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    deadline = time.time() + 60
+    while not any(map(os.path.getsize, glob.glob(f"{out}/*/log.jsonl"))) and time.time() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert "start the same command again" in process.communicate(timeout=60)[1] and process.returncode == 1
+    first = read_log(f"{out}/tiny_mamba_h")
+    assert 5 <= first[-1]["step"] < 150 and os.path.exists(f"{out}/tiny_mamba_h/ckpt.pt")
+    run(*argv)
+    rows = read_log(f"{out}/tiny_mamba_h")
+    assert rows[:len(first)] == first and rows[-1]["step"] == 150
+    assert json.load(open(f"{out}/sweep.json"))["runs"][0]["eval"]["nelbo"] > 0
+
+
+def test_a_table_is_drawn_again_from_its_json_and_may_lack_evaluations(swept, tmp_path, capsys):
+    record = json.load(open(f"{swept[0]}/sweep.json"))
+    path = tmp_path / "again.json"
+    path.write_text(json.dumps(record))
+    run(f"--draw={path}")
+    assert capsys.readouterr().out.splitlines()[:3] == swept[2].splitlines()[:3]
+    whole = (tmp_path / "again.png").read_bytes()
+    assert whole == open(f"{swept[0]}/sweep.png", "rb").read()
+    for row in record["runs"]:
+        row.pop("eval", None)
+    path.write_text(json.dumps(record))
+    run(f"--draw={path}")
+    table = capsys.readouterr().out
+    assert f"{record['runs'][0]['val_loss']:.4f}" in table and "NELBO" not in table and "*" in table
+    assert (tmp_path / "again.png").read_bytes() != whole
+    with pytest.raises(ConfigError, match="no file that sweep.py wrote"):
+        run(f"--draw={swept[0]}/tiny_mamba_h/run.json")
+
+
+def test_of_settings_given_twice_the_later_wins_and_values_may_hold_spaces(config):
+    configure(vars(sweep), ["--settings=max_iters=9 'data=my texts' learning_rate=1", f"--runs=['{config}']",
+                            "--learning_rates=[0.0005]", "--pick_iters=3"])
+    tries, (chosen,) = sweep.plan()
+    picking, = tries[config]
+    assert picking.settings["max_iters"] == picking.settings["eval_interval"] == 3
+    assert chosen.settings["max_iters"] == 9 and chosen.settings["data"] == "my texts"
+    assert picking.settings["learning_rate"] == 0.0005 and picking.name.endswith("learning_rate=0.0005")
+    own = sweep.Run(f"{config} learning_rate=2e-3 'out_dir=a b'", "learning_rate=5")
+    assert own.settings["learning_rate"] == 2e-3 and "--out_dir=a b" in own.command("train")
+    assert own.command("train")[-1] == f"--out_dir={own.folder}" and " " not in own.folder
+    with pytest.raises(ConfigError, match="did you mean seed"):
+        sweep.Run(f"{config} sead=1")
+
+
+@pytest.mark.parametrize("name", ["87m", "novels"])
+def test_the_sweeps_of_config_name_configs_and_settings_that_exist(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    configure(vars(sweep), [f"config/sweep/{name}.py"])
+    tries, chosen = sweep.plan()
+    everything = [run for some in tries.values() for run in some] + chosen
+    assert len({run.folder for run in everything}) == len(everything) == {"87m": 20, "novels": 18}[name]
+    import eval as eval_module
+    configure(settings_of(vars(eval_module)), [f"--{word}" for word in sweep.eval_settings.split()])
+
+
+def test_runs_share_gpus_or_spread_over_them(monkeypatch):
+    monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 5)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3")
+    assert sweep.places() == [["7"], ["6"], ["5"], ["4"], ["3"]]
+    sweep.gpus_per_run, sweep.runs_per_gpu = 2, 2
+    assert sweep.places() == 2 * [["7", "6"], ["5", "4"]]
+    sweep.gpus_per_run = 6
+    with pytest.raises(ConfigError, match="lower gpus_per_run"):
+        sweep.places()
