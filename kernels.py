@@ -57,6 +57,11 @@ def rowwise(u):
     return u if u is None or u.stride(-1) == 1 else u.contiguous()
 
 
+def statewise(s0):
+    """Kernels take states of any strides but the last two."""
+    return s0 if s0 is None or s0.stride()[-2:] == (s0.shape[-1], 1) else s0.contiguous()
+
+
 def strides(u, dims):
     return u.stride()[:dims] if u is not None else (0,) * dims
 
@@ -152,10 +157,10 @@ def load_dt(dt, first, step, ok, stride, a_head, bias=None):
 
 
 @triton.jit
-def first_state(s0, row, head, ssr, ssh, kn, kp, n: tl.constexpr, stored=True):
-    """A stored (p, n) state, or zeros. -> (kn, kp)"""
+def first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n: tl.constexpr, stored=True):
+    """The (p, n) state a row starts from, see `state_view`, or zeros. -> (kn, kp)"""
     if s0 is not None:
-        at = s0 + row * ssr + head * ssh + kp[None, :] * n + kn[:, None]
+        at = s0 + row // rows * ssb + row % rows * ssr + head * ssh + kp[None, :] * n + kn[:, None]
         return tl.load(at, mask=stored, other=0.0)
     else:
         return tl.zeros((kn.shape[0], kp.shape[0]), tl.float32)
@@ -163,7 +168,7 @@ def first_state(s0, row, head, ssr, ssh, kn, kp, n: tl.constexpr, stored=True):
 
 @triton.jit
 def forward_kernel(x, dt, A, B, C, D, s0, y, final, l, h,
-                   sxr, sxl, sxh, sdr, sdl, sdh, sBr, sBl, sCr, sCl, ssr, ssh,
+                   sxr, sxl, sxh, sdr, sdl, sdh, sBr, sBl, sCr, sCl, rows, ssb, ssr, ssh,
                    n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
     """One (row, head): walk the chunks, the state in registers. Programs that share B and C are
     neighbours, and find them in L2."""
@@ -172,7 +177,7 @@ def forward_kernel(x, dt, A, B, C, D, s0, y, final, l, h,
     x, dt = x + row * sxr + head * sxh, dt + row * sdr + head * sdh
     B, C = B + row * sBr, C + row * sCr
     a_head, d_head = tl.load(A + head), tl.load(D + head)
-    s = first_state(s0, row, head, ssr, ssh, kn, kp, n)
+    s = first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n)
     for c in range(tl.cdiv(l, q)):
         first, step, ok = place(c, l, q)
         xq = load2(x, first, step, ok, sxl, kp)
@@ -196,7 +201,8 @@ def forward_kernel(x, dt, A, B, C, D, s0, y, final, l, h,
 
 @triton.jit
 def tiles_kernel(x, dt, bias, A, B, C, D, s0, y, final, l, h,
-                 sxr, sxl, sxw, sxh, sdr, sdl, sdw, sdh, sBr, sBl, sBw, sCr, sCl, sCw, ssr, ssh,
+                 sxr, sxl, sxw, sxh, sdr, sdl, sdw, sdh, sBr, sBl, sBw, sCr, sCl, sCw,
+                 rows, ssb, ssr, ssh,
                  n: tl.constexpr, p: tl.constexpr, q: tl.constexpr, ways: tl.constexpr):
     """The same y where there are few rows: a program for each tile of q tokens too, none of which
     waits for another. It is attention over the row up to the tile, with L_ij dt_j for a softmax:
@@ -215,7 +221,7 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, y, final, l, h,
     sxl, sdl, sBl, sCl = sxl * sign, sdl * sign, sBl * sign, sCl * sign
     a_head, d_head = tl.load(A + way * h + head), tl.load(D + way * h + head)
     bias_head = tl.load(bias + way * h + head) if bias is not None else None
-    s = first_state(s0, row, head, ssr, ssh, kn, kp, n, way == 0)
+    s = first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n, way == 0)
     if tile * q < l:
         first, step, ok = place(tile, l, q)
         cq = load2(C, first, step, ok, sCl, kn)
@@ -251,7 +257,7 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, y, final, l, h,
 
 @triton.jit
 def walk_kernel(x, dt, A, B, s0, states, final, l, h,
-                sxr, sxl, sxh, sdr, sdl, sdh, sBr, sBl, ssr, ssh,
+                sxr, sxl, sxh, sdr, sdl, sdh, sBr, sBl, rows, ssb, ssr, ssh,
                 n: tl.constexpr, p: tl.constexpr, q: tl.constexpr, ADJOINT: tl.constexpr):
     """The state alone, one (row, head) a program. `states` (r, chunks, h, n, p) gets it before each
     chunk, `final` (r, h, p, n) at the end. ADJOINT runs the transposed recurrence over (dy, C) from
@@ -261,7 +267,7 @@ def walk_kernel(x, dt, A, B, s0, states, final, l, h,
     kn, kp = tl.arange(0, n), tl.arange(0, p)
     x, dt, B = x + row * sxr + head * sxh, dt + row * sdr + head * sdh, B + row * sBr
     a_head, chunks = tl.load(A + head), tl.cdiv(l, q)
-    s = first_state(s0, row, head, ssr, ssh, kn, kp, n)
+    s = first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n)
     for k in range(chunks):
         c = chunks - 1 - k if ADJOINT else k
         if states is not None:
@@ -294,6 +300,7 @@ def walk_kernel(x, dt, A, B, s0, states, final, l, h,
 @triton.jit
 def after_kernel(x, dt, A, B, C, D, dy, G, dx, rest, direct, tail, kvs, dB, dD, l, h,
                  sxr, sxl, sxh, sdr, sdl, sdh, sBr, sBl, sCr, sCl, syr, syl, syh,
+                 sdxr, sdxl, sdxh, sdBr, sdBl,
                  n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
     """dx, dB and dD; of the decays, `direct` (r, l, h), the gradient of dt_j but for that of a_j;
     `rest`, rows minus columns of V and of x.GB; `tail` (r, chunks, h), all of x.GB."""
@@ -328,24 +335,25 @@ def after_kernel(x, dt, A, B, C, D, dy, G, dx, rest, direct, tail, kvs, dB, dD, 
         log_L = a[None, :] - (a - tl.log2(dtq))[:, None]
         L = tl.exp2(tl.where(i[:, None] <= i[None, :], log_L, float("-inf")))  # (j, i), with dt_j
         u = dot((cb * L).to(xq.dtype), dyq) - gb
-        out = (row * l + first) * h + head
-        store2(dx + out * p, step, ok, h * p, kp, u + dyq.to(tl.float32) * tl.load(D + head))
+        store2(dx + row * sdxr + first * sdxl + head * sdxh, step, ok, sdxl, kp,
+               u + dyq.to(tl.float32) * tl.load(D + head))
         L *= dot(xq, tl.trans(dyq))
         kv += L
         L *= cb
         rows, cols = tl.sum(L, 0), cols + tl.sum(L, 1)
+        out = (row * l + first) * h + head
         tl.store(direct + out + step * h, cols / dtq, mask=ok)
         tl.store(rest + out + step * h, rows - cols, mask=ok)
     kv = kv.to(bq.dtype)
     i = tl.arange(0, q)
     tl.store(kvs + tl.program_id(0).to(tl.int64) * q * q + i[:, None] * q + i[None, :], kv)
     db = dot(kv, load2(C, first, step, ok, sCl, kn), db)
-    store2(dB + (row * l + first) * n, step, ok, n, kn, db)
+    store2(dB + row * sdBr + first * sdBl, step, ok, sdBl, kn, db)
 
 
 @triton.jit
 def before_kernel(dt, A, B, C, dy, S, G, rest, tail, kvs, dC, l, h,
-                  sdr, sdl, sdh, sBr, sBl, sCr, sCl, syr, syl, syh,
+                  sdr, sdl, sdh, sBr, sBl, sCr, sCl, syr, syl, syh, sdCr, sdCl,
                   n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
     """dC; adds dy_i.(e^{a_i} C_i S) to `rest` and e^{a_q} <G, S> to `tail`."""
     row, c = (tl.program_id(0) // tl.cdiv(l, q)).to(tl.int64), tl.program_id(0) % tl.cdiv(l, q)
@@ -367,7 +375,7 @@ def before_kernel(dt, A, B, C, dy, S, G, rest, tail, kvs, dC, l, h,
         tl.store(at, tl.load(at) + gs * tl.exp2(total))
     kv = tl.load(kvs + tl.program_id(0).to(tl.int64) * q * q + i[:, None] + i[None, :] * q)
     dc = dot(kv, load2(B + row * sBr, first, step, ok, sBl, kn), dc)
-    store2(dC + (row * l + first) * n, step, ok, n, kn, dc)
+    store2(dC + row * sdCr + first * sdCl, step, ok, sdCl, kn, dc)
 
 
 @triton.jit
@@ -438,13 +446,22 @@ def summed(parts, like):
     return parts[0] if len(parts) == 1 else parts.sum(0).to(like.dtype)
 
 
+def state_view(s0):
+    """Where the r states s0 lie: one after another (r, h, p, n), or for the rows of b sequences the
+    slice (b, r / b, h, p, n) of all their states, uncopied. -> r / b; strides of b, r / b and h"""
+    if s0 is None:
+        return 1, 0, 0, 0
+    s0 = s0 if s0.dim() == 5 else s0[:, None]
+    return s0.shape[1], *s0.stride()[:3]
+
+
 def walk(x, dt, A, B, s0=None, states=None, final=None, q=None, adjoint=False):
     """`states` are wanted at the chunks of the backward kernel, hence q."""
     r, l, h, p = x.shape
     how = settings("walk", x) | (dict(q=q) if q else {})
     walk_kernel[(r * h,)](
         x, dt, A, B, s0, states, final, l, h, *strides(x, 3), *strides(dt, 3), *strides(B, 2),
-        *strides(s0, 2), n=B.shape[-1], p=p, ADJOINT=adjoint, **how)
+        *state_view(s0), n=B.shape[-1], p=p, ADJOINT=adjoint, **how)
 
 
 def tiles(x, dt, bias, A, B, C, D, s0, y, final=None):
@@ -452,7 +469,7 @@ def tiles(x, dt, bias, A, B, C, D, s0, y, final=None):
     (r, l, ways, h, p), how = x.shape, settings("tiles", x)
     tiles_kernel[(r * ways * h, triton.cdiv(l, how["q"]) + (final is not None))](
         x, dt, bias, A, B, C, D, s0, y, final, l, h, *strides(x, 4), *strides(dt, 4),
-        *strides(B, 3), *strides(C, 3), *strides(s0, 2), n=B.shape[-1], p=p, ways=ways, **how)
+        *strides(B, 3), *strides(C, 3), *state_view(s0), n=B.shape[-1], p=p, ways=ways, **how)
 
 
 def room_for_final(x, B, wanted=True):
@@ -471,17 +488,15 @@ def ssd_rows_forward(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: 
         return y, final
     forward_kernel[(r * h,)](
         x, dt, A, B, C, D, s0, y, final if return_final else None, l, h, *strides(x, 3),
-        *strides(dt, 3), *strides(B, 2), *strides(C, 2), *strides(s0, 2),
+        *strides(dt, 3), *strides(B, 2), *strides(C, 2), *state_view(s0),
         n=B.shape[-1], p=p, **settings("forward", x))
     return y, final
 
 
-@operator(lambda dy, *inputs: like(*inputs))
-def ssd_rows_backward(
-        dy: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
-        s0: Optional[Tensor]) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def ssd_rows_backward_into(dx, dB, dC, dy, x, dt, A, B, C, D, s0):
+    """Writes into dx, dB and dC, of any strides but the last. -> ddt, dA, dD, ds0"""
     (r, l, h, p), n, q = x.shape, B.shape[-1], settings("after", x)["q"]
-    dy, (dx, ddt, dB, dC, ds0) = rowwise(dy), like(x, dt, B, C, s0)
+    dy, (ddt, ds0) = rowwise(dy), like(dt, s0)
     chunks = triton.cdiv(l, q)
     S = x.new_empty(r, chunks, h, n, p)  # the state before each chunk, as dtype of x
     G = torch.empty_like(S)  # the gradient of the state after it
@@ -492,14 +507,23 @@ def ssd_rows_backward(
     kvs = x.new_empty(r * chunks, q, q)
     after_kernel[r * chunks,](
         x, dt, A, B, C, D, dy, G, dx, rest, direct, tail, kvs, dB, dD, l, h, *strides(x, 3),
-        *strides(dt, 3), *strides(B, 2), *strides(C, 2), *strides(dy, 3), n=n, p=p,
-        **settings("after", x))
+        *strides(dt, 3), *strides(B, 2), *strides(C, 2), *strides(dy, 3), *strides(dx, 3),
+        *strides(dB, 2), n=n, p=p, **settings("after", x))
     before_kernel[r * chunks,](
         dt, A, B, C, dy, S, G, rest, tail, kvs, dC, l, h, *strides(dt, 3), *strides(B, 2),
-        *strides(C, 2), *strides(dy, 3), n=n, p=p, **settings("before", x))
+        *strides(C, 2), *strides(dy, 3), *strides(dC, 2), n=n, p=p, **settings("before", x))
     decays_kernel[r * chunks,](rest, direct, tail, dt, A, ddt, dA, l, h, *strides(dt, 3), q=q,
                                H=triton.next_power_of_2(h))
-    return dx, ddt, dA.sum(0), dB, dC, dD.sum(0), ds0
+    return ddt, dA.sum(0), dD.sum(0), ds0
+
+
+@operator(lambda dy, *inputs: like(*inputs))
+def ssd_rows_backward(
+        dy: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
+        s0: Optional[Tensor]) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dx, dB, dC = like(x, B, C)
+    ddt, dA, dD, ds0 = ssd_rows_backward_into(dx, dB, dC, dy, x, dt, A, B, C, D, s0)
+    return dx, ddt, dA, dB, dC, dD, ds0
 
 
 @operator(lambda x, dt, A, B: room_for_final(x, B))
@@ -536,11 +560,10 @@ differentiable(ssd_row_states_forward, ssd_row_states_backward)
 
 def ssd_rows(x, dt, A, B, C, D, s0=None, return_final=False):
     """x (r, l, h, p), dt (r, l, h) fp32 and positive, A (h) fp32 and negative, B and C (r, l, n),
-    D (h) fp32, s0 (r, h, p, n) fp32 or None: zeros. -> y (r, l, h, p) in the dtype of x;
+    D (h) fp32, s0 fp32 as in `state_view` or None: zeros. -> y (r, l, h, p) in the dtype of x;
     with return_final also the last state (r, h, p, n) fp32, which carries no gradient."""
-    if s0 is not None and s0.stride()[2:] != (s0.shape[3], 1):
-        s0 = s0.contiguous()
-    y, final = ssd_rows_forward(rowwise(x), dt, A, rowwise(B), rowwise(C), D, s0, return_final)
+    y, final = ssd_rows_forward(rowwise(x), dt, A, rowwise(B), rowwise(C), D, statewise(s0),
+                                return_final)
     return (y, final.detach()) if return_final else y
 
 
@@ -549,8 +572,7 @@ def ssd_both(x, dt, bias, A, B, C, D, s0):
     forward, way 1 from the last token back to the first, from zeros. x (r, l, 2, h, p); dt (r, l,
     2, h) before bias and softplus; bias, A and D (2, h) fp32; B and C (r, l, 2, n); s0 (r, h, p, n)
     fp32. -> y like x. Work grows as l squared; no gradients."""
-    s0 = s0 if s0.stride()[2:] == (s0.shape[3], 1) else s0.contiguous()
-    return ssd_both_forward(rowwise(x), dt, bias, A, rowwise(B), rowwise(C), D, s0)
+    return ssd_both_forward(rowwise(x), dt, bias, A, rowwise(B), rowwise(C), D, statewise(s0))
 
 
 def ssd_row_states(x, dt, A, B):
