@@ -1,17 +1,16 @@
 """
-Triton kernels of the scan (paper, eq. mamba-scan-background) and the helpers that all kernels share.
+Triton kernels of the scan (paper, eq. mamba-scan-background) and helpers that all kernels share.
 
-  ssd_rows, ssd_row_states   the scan over many short rows (twin in ops.py: ssd_scan)
-  ssd_both                   the scans of both directions, for generation (twin: ssd_scan_both)
-  pass_states                states carried over rows (twin: pass_states)
+  ssd_rows   the scan over many short rows, with its backward (twin in ops.py: ssd_scan)
+  ssd_both   the scans of both directions, for generation (twin: ssd_scan_both)
 
 A module of its own, because nobody needs it to read or to run the model: Triton comes with torch's
-CUDA build, without it ops.py never imports this file, and ops.py decides when it runs. The
-convolution is in kernels_conv.py, the whole mixer in kernels_mixer.py, attention in
-kernels_attention.py.
+CUDA build, and without it ops.py never imports this file. What passes between rows is in
+kernels_states.py, the convolution in kernels_conv.py, a whole mixer in kernels_mixer.py, attention
+in kernels_attention.py.
 
-Without a GPU, Triton's interpreter tests them:    python -m pytest tests/test_kernels.py
-Time them on one:                                  python bench.py ops
+Without a GPU, Triton's interpreter tests it:    python -m pytest tests/test_kernels.py -k scan
+Time it on one:                                  python bench.py ops --only=['scan']
 """
 from typing import Optional, Tuple
 
@@ -92,7 +91,6 @@ TUNE = {
     "before": dict(q=64, num_warps=4, num_stages=3),
     "states_backward": dict(q=64, num_warps=8, num_stages=2),
 }
-FILL = 1024  # programs wanted of the backward; to get there, heads split
 FEW, SHORT = 288, 1024  # up to so many heads of all rows, and tokens, tiles_kernel runs
 
 
@@ -291,11 +289,12 @@ def walk_kernel(x, dt, A, B, s0, states, final, l, h,
 #     dloss/d(dt_i A) = sum_{j<i<=k} V_kj dt_j + sum_{k>=i} dy_k.(e^{a_k} C_k S)
 #                       + sum_{j<i} dt_j x_j.(e^{a_q - a_j} G B_j) + e^{a_q} <G, S>
 #
-# A program has one (row, chunk) and walks the heads, so that dB and dC, which sum over them, need no
-# atomics. What comes from inside the chunk and from G, and what comes from S, are two kernels: one
-# has not registers enough for both. `kvs` hands the sum over heads of L_ij dt_j dy_i.x_j on. The
-# (q, q) matrices are built transposed, j down and i across: each product then takes its operands as
-# they are, and no product's result is transposed in registers (which Triton 3.6 gets wrong on Hopper).
+# A program has one (row, chunk) and walks the heads, so that dB and dC, which sum over them, need
+# no atomics. What comes from inside the chunk and from G, and what comes from S, are two kernels:
+# one has not registers enough for both. `kvs` hands the sum over heads of L_ij dt_j dy_i.x_j on.
+# The (q, q) matrices are built transposed, j down and i across: each product then takes its
+# operands as they are, and no product's result is transposed in registers (which Triton 3.6 gets
+# wrong on Hopper).
 
 @triton.jit
 def after_kernel(x, dt, A, B, C, D, dy, G, dx, rest, direct, tail, kvs, dB, dD, l, h,
@@ -321,7 +320,8 @@ def after_kernel(x, dt, A, B, C, D, dy, G, dx, rest, direct, tail, kvs, dB, dD, 
         dyq = load2(dy + row * syr + head * syh, first, step, ok, syl, kp)
         state = ((row * tl.cdiv(l, q) + c) * h + head) * n * p + (kn[:, None] * p + kp[None, :])
         g = tl.load(G + state)  # (n, p)
-        dtq, a, total = load_dt(dt + row * sdr + head * sdh, first, step, ok, sdl, tl.load(A + head))
+        dt_head, a_head = dt + row * sdr + head * sdh, tl.load(A + head)
+        dtq, a, total = load_dt(dt_head, first, step, ok, sdl, a_head)
         left = dtq * tl.exp2(total - a)
         x32 = xq.to(tl.float32)
         tl.store(dD + tl.program_id(0) * h + head, tl.sum(x32 * dyq.to(tl.float32)))
@@ -381,8 +381,8 @@ def before_kernel(dt, A, B, C, dy, S, G, rest, tail, kvs, dC, l, h,
 @triton.jit
 def decays_kernel(rest, direct, tail, dt, A, ddt, dA, l, h, sdr, sdl, sdh,
                   q: tl.constexpr, H: tl.constexpr):
-    """ddt and dA of one (row, chunk). `rest` summed from i on leaves the pairs j < i <= k of V (rows
-    and columns must come from one V) and takes x.GB of j >= i off `tail`."""
+    """ddt and dA of one (row, chunk). `rest` summed from i on leaves the pairs j < i <= k of V
+    (rows and columns must come from one V) and takes x.GB of j >= i off `tail`."""
     row, c = (tl.program_id(0) // tl.cdiv(l, q)).to(tl.int64), tl.program_id(0) % tl.cdiv(l, q)
     head = tl.arange(0, H)
     first, step, ok = place(c, l, q)
@@ -396,54 +396,6 @@ def decays_kernel(rest, direct, tail, dt, A, ddt, dA, l, h, sdr, sdl, sdh,
     tl.store(dA + tl.program_id(0) * h + head, tl.sum(dlog * dtq, 0), mask=head < h)
     ddt_direct = tl.load(direct + at, mask=mask, other=0.0)
     tl.store(ddt + at, ddt_direct + dlog * a_head[None, :], mask=mask)
-
-
-@triton.jit
-def states_backward_kernel(x, dt, A, B, ds, dx, xgb, dB, l, h, heads,
-                           sxr, sxl, sxh, sdr, sdl, sdh, sBr, sBl,
-                           n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
-    """Backward of the state a row ends in: the G of `backward_kernel` is `ds` for the whole row.
-    `xgb` (r, l, h) gets x_j.(e^{a_l - a_j} G B_j), of which the caller makes ddt and dA."""
-    row, c = (tl.program_id(0) // tl.cdiv(l, q)).to(tl.int64), tl.program_id(0) % tl.cdiv(l, q)
-    kn, kp = tl.arange(0, n), tl.arange(0, p)
-    first, step, ok = place(c, l, q)
-    bq = load2(B + row * sBr, first, step, ok, sBl, kn)
-    db = tl.zeros((q, n), tl.float32)
-    for head in range(tl.program_id(1) * heads, min((tl.program_id(1) + 1) * heads, h)):
-        xq = load2(x + row * sxr + head * sxh, first, step, ok, sxl, kp)
-        g = tl.load(ds + (row * h + head) * p * n + kp[:, None] * n + kn[None, :]).to(xq.dtype)
-        dt_head = dt + row * sdr + head * sdh
-        dtq = tl.load(dt_head + first * sdl + step * sdl, mask=ok, other=0.0)
-        left = tl.zeros((q,), tl.float32)  # the row's remaining chunks
-        for k in range(c + 1, tl.cdiv(l, q)):
-            first_k, step_k, ok_k = place(k, l, q)
-            left += tl.load(dt_head + first_k * sdl + step_k * sdl, mask=ok_k, other=0.0)
-        a_head = tl.load(A + head) * LOG2E
-        to_end = tl.exp2((tl.sum(dtq + left) - tl.cumsum(dtq)) * a_head)
-        gb = dot(bq, tl.trans(g)) * to_end[:, None]  # (q, p)
-        db += dot(xq, g) * (dtq * to_end)[:, None]
-        out = (row * l + first) * h + head
-        store2(dx + out * p, step, ok, h * p, kp, gb * dtq[:, None])
-        tl.store(xgb + out + step * h, tl.sum(xq.to(tl.float32) * gb, 1), mask=ok)
-    r = (tl.num_programs(0) // tl.cdiv(l, q)).to(tl.int64)
-    store2(dB + ((tl.program_id(1) * r + row) * l + first) * n, step, ok, n, kn, db)
-
-
-def head_groups(r, l, h, q):
-    """Rows and chunks too few to fill the GPU: cut the heads in groups too.
-    -> programs, groups, heads per group"""
-    programs = r * triton.cdiv(l, q)
-    heads = triton.cdiv(h, min(h, max(1, FILL // programs)))
-    return programs, triton.cdiv(h, heads), heads
-
-
-def group_sums(groups, like):
-    """Room for a gradient that each group of heads adds to; a single one writes its final dtype."""
-    return like.new_empty(groups, *like.shape, dtype=like.dtype if groups == 1 else torch.float32)
-
-
-def summed(parts, like):
-    return parts[0] if len(parts) == 1 else parts.sum(0).to(like.dtype)
 
 
 def state_view(s0):
@@ -526,26 +478,6 @@ def ssd_rows_backward(
     return dx, ddt, dA, dB, dC, dD, ds0
 
 
-@operator(lambda x, dt, A, B: room_for_final(x, B))
-def ssd_row_states_forward(x: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> Tensor:
-    final = room_for_final(x, B)
-    walk(x, dt, A, B, final=final)
-    return final
-
-
-@operator(lambda ds, *inputs: like(*inputs))
-def ssd_row_states_backward(ds: Tensor, x: Tensor, dt: Tensor, A: Tensor,
-                            B: Tensor) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    (r, l, h, p), (dx, xgb) = x.shape, like(x, dt)
-    programs, groups, heads = head_groups(r, l, h, settings("states_backward", x)["q"])
-    dB = group_sums(groups, B)
-    states_backward_kernel[(programs, groups)](
-        x, dt, A, B, ds.contiguous(), dx, xgb, dB, l, h, heads, *strides(x, 3), *strides(dt, 3),
-        *strides(B, 2), n=B.shape[-1], p=p, **settings("states_backward", x))
-    dlog = (dt * xgb).cumsum(1) - dt * xgb  # dt_i A decays what the tokens before i left
-    return dx, xgb + A * dlog, (dt * dlog).sum((0, 1)), summed(dB, B)
-
-
 @operator(lambda x, *inputs: x.new_empty(x.shape))
 def ssd_both_forward(x: Tensor, dt: Tensor, bias: Tensor, A: Tensor, B: Tensor, C: Tensor,
                      D: Tensor, s0: Tensor) -> Tensor:
@@ -555,7 +487,6 @@ def ssd_both_forward(x: Tensor, dt: Tensor, bias: Tensor, A: Tensor, B: Tensor, 
 
 
 differentiable(ssd_rows_forward, ssd_rows_backward)
-differentiable(ssd_row_states_forward, ssd_row_states_backward)
 
 
 def ssd_rows(x, dt, A, B, C, D, s0=None, return_final=False):
@@ -573,82 +504,3 @@ def ssd_both(x, dt, bias, A, B, C, D, s0):
     2, h) before bias and softplus; bias, A and D (2, h) fp32; B and C (r, l, 2, n); s0 (r, h, p, n)
     fp32. -> y like x. Work grows as l squared; no gradients."""
     return ssd_both_forward(rowwise(x), dt, bias, A, rowwise(B), rowwise(C), D, statewise(s0))
-
-
-def ssd_row_states(x, dt, A, B):
-    """-> (r, h, p, n) fp32: the state each row ends in, from zeros. Shapes as in `ssd_rows`."""
-    return ssd_row_states_forward(rowwise(x), dt, A, rowwise(B))
-
-
-# ----------------------------------------------------------------------------------------------
-# States over rows: out_0 = initial, out_{i+1} = e^{log_decay_i} out_i + local_i. Everything is read
-# once and written once, and only the states themselves are kept for the backward.
-
-PASS = 1024  # elements of a state, e = p n of them, per program
-
-
-@triton.jit
-def pass_kernel(local, log_decay, initial, states, c, h, e, E: tl.constexpr):
-    """One (batch, head) and E elements of its state, which never meet."""
-    b, head = (tl.program_id(0) // h).to(tl.int64), tl.program_id(0) % h
-    k = tl.program_id(1) * E + tl.arange(0, E)
-    s = tl.load(initial + (b * h + head) * e + k, mask=k < e)
-    tl.store(states + (b * (c + 1) * h + head) * e + k, s, mask=k < e)
-    for i in range(c):
-        at = (b * c + i) * h + head
-        decay = tl.exp2(tl.load(log_decay + at) * LOG2E)
-        s = s * decay + tl.load(local + at * e + k, mask=k < e)
-        tl.store(states + (at + (b + 1) * h) * e + k, s, mask=k < e)
-
-
-@triton.jit
-def pass_backward_kernel(dstates, states, log_decay, dlocal, ddecay, dinitial, c, h, e,
-                         E: tl.constexpr):
-    """The adjoint loop: dlocal_i = G, then G' = e^{log_decay_i} G + dstates_i. `ddecay` (programs
-    per state, b, c, h) gets this program's share of <e^{log_decay_i} G, states_i>."""
-    b, head = (tl.program_id(0) // h).to(tl.int64), tl.program_id(0) % h
-    k = tl.program_id(1) * E + tl.arange(0, E)
-    g = tl.load(dstates + ((b * (c + 1) + c) * h + head) * e + k, mask=k < e, other=0.0)
-    ddecay += tl.program_id(1) * (tl.num_programs(0) * c).to(tl.int64)
-    for j in range(c):
-        at = (b * c + c - 1 - j) * h + head
-        tl.store(dlocal + at * e + k, g, mask=k < e)
-        s = tl.load(states + (at + b * h) * e + k, mask=k < e, other=0.0)
-        ds = tl.load(dstates + (at + b * h) * e + k, mask=k < e, other=0.0)
-        g *= tl.exp2(tl.load(log_decay + at) * LOG2E)
-        tl.store(ddecay + at, tl.sum(g * s))
-        g += ds
-    tl.store(dinitial + (b * h + head) * e + k, g, mask=k < e)
-
-
-def room_for_states(local):
-    b, c, *state = local.shape
-    return local.new_empty(b, c + 1, *state)
-
-
-@operator(lambda local, log_decay, initial: room_for_states(local))
-def pass_states(local: Tensor, log_decay: Tensor, initial: Tensor) -> Tensor:
-    """local (b, c, h, p, n), log_decay (b, c, h), initial (b, h, p, n), all fp32
-    -> (b, c + 1, h, p, n) fp32. Differentiable in all three."""
-    (b, c, h, p, n), states = local.shape, room_for_states(local)
-    pass_kernel[b * h, triton.cdiv(p * n, PASS)](
-        local.contiguous(), log_decay.contiguous(), initial.contiguous(), states, c, h, p * n,
-        E=PASS)
-    return states
-
-
-@operator(lambda dstates, states, log_decay: like(states[:, 1:], log_decay, states[:, 0]))
-def pass_states_backward(dstates: Tensor, states: Tensor,
-                         log_decay: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-    (b, c, h), (p, n) = log_decay.shape, states.shape[3:]
-    (dlocal, dinitial), programs = like(states[:, 1:], states[:, 0]), triton.cdiv(p * n, PASS)
-    ddecay = states.new_empty(programs, b, c, h)
-    pass_backward_kernel[b * h, programs](
-        dstates.contiguous(), states, log_decay.contiguous(), dlocal, ddecay, dinitial, c, h, p * n,
-        E=PASS)
-    return dlocal, ddecay.sum(0), dinitial
-
-
-pass_states.register_autograd(
-    lambda ctx, dstates: pass_states_backward(dstates, *ctx.saved_tensors),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output, inputs[1]))

@@ -8,7 +8,7 @@ A module of its own, because it shares nothing with the scan but helpers: the co
 by memory, the scan by registers and products.
 
 Without a GPU, Triton's interpreter tests it:    python -m pytest tests/test_kernels.py -k conv
-Time it on one:                                  python bench.py ops
+Time it on one, in whole models:                 python bench.py train --only=['mamba_h_350m']
 """
 from typing import Optional, Tuple
 

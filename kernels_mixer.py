@@ -8,7 +8,7 @@ again from the projection and from y (a convolution and a norm, both cheap), and
 written where it belongs in one buffer: less memory and fewer passes over it.
 
 Without a GPU, Triton's interpreter tests it:    python -m pytest tests/test_kernels.py -k mixer
-Time it on one, forward and backward:            python bench.py ops --only=['mixer']
+Time whole models of it on one:                  python bench.py train --only=['mamba_h_350m']
 """
 from typing import Optional, Tuple
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 import kernels
 import kernels_conv
+import kernels_states
 from kernels import operator
 
 EPS = 1e-5  # of the norm, as in ops.gated_norm
@@ -131,8 +132,9 @@ def row_log_decays(dt, A, row):
 def row_states(x, dt, A, B, ssm, row):
     """-> the states before every row and at the end (b, s / row + 1, h, p, n), from ssm or zeros"""
     start = kernels.room_for_final(x, B).zero_() if ssm is None else ssm.float()
-    local = kernels.ssd_row_states_forward(*in_rows(row, x, dt), A, *in_rows(row, B))
-    return kernels.pass_states(local.unflatten(0, (len(x), -1)), row_log_decays(dt, A, row), start)
+    local = kernels_states.ssd_row_states_forward(*in_rows(row, x, dt), A, *in_rows(row, B))
+    local = local.unflatten(0, (len(x), -1))  # (b, s / row, h, p, n)
+    return kernels_states.pass_states(local, row_log_decays(dt, A, row), start)
 
 
 def boundary_columns(xBC, conv_weight, conv, block_len):
@@ -188,9 +190,9 @@ def scan_backward(dxBC, dy, xBC, dt, A, D, states, dstates, ssm, row):
     if states.numel():  # rows left something behind, from which x, B and dt get a second part
         total = torch.zeros_like(states) if dstates is None else dstates.clone()
         total[:, :-1] += dstart
-        dlocal, dlog, dstart = kernels.pass_states_backward(
+        dlocal, dlog, dstart = kernels_states.pass_states_backward(
             total, states, row_log_decays(dt, A, row))
-        dx2, ddt2, dA2, dB2 = kernels.ssd_row_states_backward(
+        dx2, ddt2, dA2, dB2 = kernels_states.ssd_row_states_backward(
             dlocal.flatten(0, 1), x, dt_rows, A, B)
         dlog = dlog.flatten(0, 1)[:, None]  # (rows, 1, h)
         dx += dx2

@@ -108,6 +108,7 @@ def _ssd_scan_triton(x, dt, A, B, C, D, initial_state, block_len, want_states):
     """`ssd_scan` by kernels over short rows: what each row leaves behind, the states carried over rows,
     then all rows at once, each from its own state."""
     import kernels
+    import kernels_states
     b, s, h, p = x.shape
     row = min(block_len or s, SCAN_ROW)
     if s % row:                                         # an odd length: one row for each sequence
@@ -120,9 +121,9 @@ def _ssd_scan_triton(x, dt, A, B, C, D, initial_state, block_len, want_states):
         y, final = kernels.ssd_rows(x, dt, A, B, C, D, start, return_final=True)
         return y, torch.stack([start, final], 1)
     xs, dts, Bs, Cs = (v.unflatten(1, (-1, row)).flatten(0, 1) for v in (x, dt, B, C))
-    local = kernels.ssd_row_states(xs, dts, A, Bs).unflatten(0, (b, -1))       # (b, c, h, p, n)
+    local = kernels_states.ssd_row_states(xs, dts, A, Bs).unflatten(0, (b, -1))  # (b, c, h, p, n)
     log_decay = (dt * A).unflatten(1, (-1, row)).sum(2)                        # (b, c, h)
-    states = kernels.pass_states(local, log_decay, _initial(initial_state, x, B, torch.float32))
+    states = kernels_states.pass_states(local, log_decay, _initial(initial_state, x, B, torch.float32))
     y = kernels.ssd_rows(xs, dts, A, Bs, Cs, D, states[:, :-1].flatten(0, 1))
     every = block_len // row if block_len else states.size(1) - 1
     return y.unflatten(0, (b, -1)).flatten(1, 2), states[:, ::every]
