@@ -2,7 +2,7 @@
 Trains many runs on the GPUs of one machine and puts them side by side: the paper's grid of four models
 and five learning rates (tab:validation-87m-full), or the four models and ablations on a small text.
 
-    python sweep.py config/sweep/87m.py             # the paper's grid: days on eight GPUs
+    python sweep.py config/sweep/87m.py             # the paper's grid: 100B tokens
     python sweep.py config/sweep/novels.py          # minutes; needs data/novels
     python sweep.py --draw=FILE.json                # only the table and the picture of a sweep before
 
@@ -357,8 +357,12 @@ def picture(results, path):
             ax.errorbar(ppl, i, xerr=ppl * noise if noise else None, fmt="o", color=looks[r["base"]][1],
                         ms=5, capsize=3)
         ax.set_yticks(range(len(evaluated)), [r["name"] for r in evaluated], fontsize=8)
+        ax.set_xscale("log")
+        for axis in (ax.xaxis.set_major_formatter, ax.xaxis.set_minor_formatter):
+            axis("{x:.0f}")
+        ax.tick_params(axis="x", which="both", labelsize=8)
         ax.set(xlabel="validation perplexity; bars: error of the noise")
-        ax.grid(axis="x", color="0.9")
+        ax.grid(axis="x", which="both", color="0.9")
     for ax in (left, *right):
         ax.spines[["top", "right"]].set_visible(False)
     fig.tight_layout()
