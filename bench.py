@@ -7,14 +7,16 @@ tab:inference-throughput), and each heavy operation beside a library and beside 
     python bench.py ops           # some operations: --only=['scan']
     python bench.py plot FILE...  # figures in assets/ from what --out=FILE wrote
 
-Compilation, capture and warm-up are reported apart from the measurement; every run prints hardware,
+Compilation, capture and warm-up are apart from the measurement; every run prints hardware, clocks,
 versions and the kernels chosen, and ends in one JSON line. On a CPU: the same, small.
 """
 import contextlib
 import copy
 import functools
+import importlib
 import json
 import os
+import pathlib
 import platform
 import statistics
 import subprocess
@@ -22,15 +24,17 @@ import sys
 import time
 import unittest.mock
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm import tqdm
 
 import ops
 from configurator import ConfigError, configure
 from model import BlockDiffusionLM, ModelError, config_from_file
-from sample import BlockDecoder, Sampler, prepare_for_inference
-from train import Parallel, ShardedAdamW, train_flops
+from sample import Sampler, make_decoder, prepare_for_inference
+from train import Parallel, ShardedAdamW, matmul_ceiling, train_flops
 
 # -- settings --
 only = []                               # config files or operations, e.g. ['mamba_h_350m']; []: all
@@ -85,14 +89,13 @@ def measure(step, dev):
 def measured_ceilings(dev):
     """What "limit" means here: TFLOP/s of a product of two square matrices of random numbers (bf16
     on a GPU), and TB/s, read and written, of a copy."""
-    n, size = (8192, 2 ** 28) if dev.type == "cuda" else (512, 2 ** 22)
-    a, b = torch.randn(2, n, n, device=dev).to(fast_dtype(dev))
-    source, target = torch.zeros(2, size, device=dev)
-
     def rate(work, f):
-        return 10 * work / measure(lambda: [f() for _ in range(10)], dev)[0] / 1e12
-    return dict(matmul_tflops=rate(2 * n ** 3, lambda: a @ b),
-                copy_tb_s=rate(2 * source.nbytes, lambda: target.copy_(source)))
+        return 10 * work / measure(lambda: [f() for _ in range(10)], dev)[0]
+    on_gpu, a = dev.type == "cuda", torch.randn(512, 512, device=dev)
+    source, target = torch.zeros(2, 2 ** (28 if on_gpu else 22), device=dev)
+    flops = matmul_ceiling(dev) if on_gpu else rate(2 * 512 ** 3, lambda: a @ a)
+    nbytes = rate(2 * source.nbytes, lambda: target.copy_(source))
+    return dict(matmul_tflops=flops / 1e12, copy_tb_s=nbytes / 1e12)
 
 
 def limit_ms(flops, nbytes, ceilings):
@@ -102,52 +105,68 @@ def limit_ms(flops, nbytes, ceilings):
 
 def hardware(dev):
     """What a figure needs beside it: device, driver, clocks, versions."""
-    record = dict(torch=str(torch.__version__), python=platform.python_version(), device=str(dev))
-    if dev.type != "cuda":
-        name = platform.processor() or platform.machine()
-        return record | dict(name=f"{name}, {torch.get_num_threads()} threads")
-    query = "name,driver_version,clocks.sm,clocks.mem,temperature.gpu"
-    with contextlib.suppress(OSError):
-        line = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"],
-                              capture_output=True, text=True).stdout.splitlines()
-        record.update(zip(query.split(","), line[0].split(", ")) if line else {})
-    with contextlib.suppress(ImportError):
-        import triton
-        record["triton"] = triton.__version__
-    return record
-
-
-def fast_dtype(dev):
-    return torch.bfloat16 if dev.type == "cuda" else torch.float32
+    cpu = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    record = dict(name=cpu, torch=torch.__version__, python=platform.python_version(), device=dev)
+    if dev.type == "cuda":
+        gpu = torch.cuda.get_device_properties(dev)
+        keys = "driver_version,clocks.sm,clocks.mem,temperature.gpu"
+        smi = ["nvidia-smi", f"--id=GPU-{gpu.uuid}", f"--query-gpu={keys}", "--format=csv,noheader"]
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            found = subprocess.run(smi, capture_output=True, text=True, check=True).stdout
+            record.update(zip(keys.split(","), found.strip().split(", ")))
+        with contextlib.suppress(ImportError):
+            record["triton"] = importlib.import_module("triton").__version__
+        record["name"] = gpu.name
+    return {k: str(v) for k, v in record.items()}
 
 
 def named_config(name):
-    folder = os.path.dirname(os.path.abspath(__file__))
-    return config_from_file(os.path.join(folder, "config", f"{name}.py"))
+    return config_from_file(os.path.join(os.path.dirname(__file__), "config", f"{name}.py"))
 
 
-def release(dev):
-    """Frees what the last row compiled and held."""
+def release():
+    """Frees what the last row compiled and held, and counts the peak of memory anew."""
     torch.compiler.reset()
-    if dev.type == "cuda":
+    if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
-def run_all(parallel, names, make_rows, describe):
-    """Runs make_rows(name, ceilings), a generator of rows, for each name and prints each row. What
-    does not fit in memory is a row that says so, and the run goes on."""
-    dev, ceilings = parallel.device, measured_ceilings(parallel.device)
-    rows, say = [], print if parallel.rank == 0 else (lambda *_, **__: None)
-    for name in names:
-        torch.manual_seed(0)
-        release(dev)
-        try:
-            for row in make_rows(name, ceilings):
+@contextlib.contextmanager
+def noting(row, everything=False):
+    """A lack of memory inside becomes the row's error, and so does `everything` else if wanted."""
+    try:
+        yield
+    except Exception as error:
+        full = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+        if not full and not everything:
+            raise
+        row["error"] = "does not fit in memory" if full else (
+            f"failed: {type(error).__name__}: {str(error)[:80]!r}")
+
+
+def run_all(parallel, names, make_rows, describe, rows_each=1):
+    """Runs make_rows(name, ceilings), a generator of about rows_each rows, for each name and prints
+    each row. What does not fit in memory is a row that says so, and the run goes on."""
+    rows, ceilings = [], measured_ceilings(parallel.device)
+    def rows_of(name):
+        lost = dict(config=name)
+        with noting(lost):
+            yield from make_rows(name, ceilings)
+        if "error" in lost:
+            yield lost
+    with tqdm(total=len(names), disable=parallel.rank > 0, leave=False,
+              bar_format="{percentage:3.0f}% |{bar:20}| {elapsed}, ETA {remaining}") as bar:
+        for i, name in enumerate(names, 1):
+            torch.manual_seed(0)
+            release()
+            for row in rows_of(name):
                 rows.append(row)
-                say(describe(row), flush=True)
-        except torch.OutOfMemoryError:
-            rows.append(dict(name=name, config=name, error="does not fit in memory"))
-            say(f"{name:<22} does not fit in memory", flush=True)
+                bar.clear()
+                if parallel.rank == 0:
+                    print(describe(row), flush=True)
+                bar.update(min(1 / rows_each, i - bar.n))
+            bar.update(i - bar.n)
     return dict(**ceilings, rows=rows)
 
 
@@ -157,7 +176,6 @@ def models(size, dev):
 
 
 # -- train --
-
 def bench_train(parallel):
     """Training throughput at 350M: synthetic batches, forward, backward, optimizer."""
     def make_rows(name, ceilings):
@@ -176,33 +194,30 @@ def update(optimizer):
 
 
 def train_row(name, config, parallel, ceiling):
-    dev = parallel.device
-    if dev.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    dev, on_gpu = parallel.device, parallel.device.type == "cuda"
     model = BlockDiffusionLM(config).to(dev)
     optimizer = ShardedAdamW(model, 1e-3, (0.9, 0.95), 0.1, parallel.rank, parallel.world)
-    if compile and dev.type == "cuda":
+    if compile and on_gpu:
         model.compile_layers()
     x0 = torch.randint(0, config.mask_id, (micro_batch_size, config.seq_len), device=dev)
     generator = torch.Generator(dev).manual_seed(parallel.rank)
-
     def step():
         optimizer.zero_grad()
-        with torch.autocast(dev.type, torch.bfloat16, enabled=dev.type == "cuda"):
+        with torch.autocast(dev.type, torch.bfloat16, enabled=on_gpu):
             loss = model(x0, generator) / parallel.world
         loss.backward()
         update(optimizer)
-
     median, spread, first = measure(step, dev)
-    tokens = micro_batch_size * config.seq_len * parallel.world
-    flops = train_flops(config, config.seq_len) * micro_batch_size
-    return dict(config=name, tok_per_s=tokens / median, ms=1000 * median, spread=spread,
-                mfu=flops / median / ceiling, compile_s=first, gpus=parallel.world,
-                batch=micro_batch_size * parallel.world,
-                peak_gib=torch.cuda.max_memory_allocated() / 2 ** 30 if dev.type == "cuda" else 0)
+    return dict(config=name, tok_per_s=x0.numel() * parallel.world / median, ms=1000 * median,
+                spread=spread, compile_s=first,
+                mfu=train_flops(config, config.seq_len) * micro_batch_size / median / ceiling,
+                gpus=parallel.world, batch=micro_batch_size * parallel.world,
+                peak_gib=torch.cuda.max_memory_allocated() / 2 ** 30)
 
 
 def format_train(r):
+    if "error" in r:
+        return f"{r['config']:<22}{r['error']}"
     paper = PAPER_TRAIN.get(r["config"].removesuffix("_350m"), 0) / 8
     beside = f"{r['tok_per_s'] / r['gpus'] / paper:.2f}x the paper's A100" if paper else ""
     return (f"{r['config']:<22}{r['tok_per_s']:>10,.0f} tok/s {r['ms']:>8.1f} ms "
@@ -211,65 +226,65 @@ def format_train(r):
 
 
 # -- sample --
-
 @torch.no_grad()
 def bench_sample(parallel):
     """Generation at 700M, random weights, batch 1, p tokens a step: the paper's protocol."""
     dev, on_gpu = parallel.device, parallel.device.type == "cuda"
-
     def make_rows(name, ceilings):
         config = named_config(name)
         most = (65536 if config.full_sequence else config.rope_capacity) if on_gpu else 1024
         with torch.device(dev):
             model = BlockDiffusionLM(config)
         torch.nn.init.normal_(model.head.weight, std=0.02)
-        prepare_for_inference(model, fast_dtype(dev))
+        prepare_for_inference(model, torch.bfloat16 if on_gpu else torch.float32)
         if compile and on_gpu:
             model.compile_layers("denoise", "commit_and_denoise")
         rows = full_sequence_rows if config.full_sequence else block_rows
         for row in rows(model, dev, lengths or [n for n in LADDER if n <= most]):
             paper = PAPER_SAMPLE.get(name.removesuffix("_700m"), {}).get(row["length"])
             yield dict(config=name, **row, **limit_of_step(row, model, ceilings), paper=paper)
-    return run_all(parallel, models("700m", dev)[::-1], make_rows, format_sample)
+    return run_all(parallel, models("700m", dev)[::-1], make_rows, format_sample,
+                   len(lengths or LADDER))
 
 
-def new_sampler(dev, mask_id):
+def new_decoder(model, cache, l):
+    """A decoder of the active block of l tokens, and what a row says of it: whether its steps are
+    CUDA graphs or eager, and the seconds that compiling and capturing took."""
+    dev, started, c = cache.lengths.device, time.perf_counter(), model.config
     generators = [torch.Generator(dev).manual_seed(0)]
-    return Sampler(generators, tokens_per_step=tokens_per_step, mask_id=mask_id)
+    sampler = Sampler(generators, tokens_per_step=tokens_per_step, mask_id=c.mask_id)
+    decoder = make_decoder("auto" if dev.type == "cuda" else "fused", model, cache, sampler, l)
+    synchronize(dev)
+    return decoder, dict(engine="graphs" if decoder.graphs else "eager",
+                         capture_s=time.perf_counter() - started)
 
 
 def block_rows(model, dev, ladder):
-    """
-    Rows of a block model. The time of one block (commit of the last one included) is measured at
+    """Rows of a block model. The time of one block (commit of the last one included) is measured at
     several prefix lengths; a generation is the sum over its blocks, interpolated between them.
-    `whole` lengths are generated from an empty prefix to the end instead.
-    """
+    `whole` lengths are generated from an empty prefix to the end instead."""
     c = model.config
     l = c.block_len
     capacity = (-(-max(ladder) // l) - 1) * l           # the last block is never committed
     cache = model.new_cache(1, max(capacity, l), l)
-    started = time.perf_counter()
-    decoder = BlockDecoder(model, cache, new_sampler(dev, c.mask_id), l, dev.type == "cuda")
-    synchronize(dev)
-    capture_s = time.perf_counter() - started
-    for state in cache.layers:                          # a prefix of random contents, not of zeros
-        for part in state:
-            part.normal_()
-    masks = torch.full((1, l), c.mask_id, device=dev)
-    usual, seconds, spread = (0, 1024, 4096, 16384, 65536, 131072), [], []
+    decoder, about = new_decoder(model, cache, l)
+    for part in sum(cache.layers, ()):                  # a prefix of random contents, not of zeros
+        part.normal_()
+    masks, found = torch.full((1, l), c.mask_id, device=dev), []
+    usual = (0, 1024, 4096, 16384, 65536, 131072)
     at = sorted({capacity, *(prefix for prefix in usual if prefix < capacity)})
     for prefix in at:
         def block():
             cache.lengths.fill_(max(prefix - l, 0))     # the commit brings it to prefix
             decoder.decode(masks, prefix > 0, l)
-        median, variation, _ = measure(block, dev)
-        seconds.append(median)
-        spread.append(variation)
+        found.append(measure(block, dev))
+    seconds, spread, first = zip(*found)
+    about["capture_s"] += max(0, sum(first) - sum(seconds))         # eager steps compile there
     for length in ladder:
-        starts = torch.arange(0, length, l, dtype=torch.float64)
-        row = dict(length=length, tok_per_s=length / float(interpolate(starts, at, seconds).sum()),
+        every_block = np.interp(range(0, length, l), at, seconds)
+        row = dict(length=length, tok_per_s=length / float(every_block.sum()),
                    how="integrated", spread=max(spread), cache_bytes=cache.nbytes,
-                   capture_s=capture_s, prefixes=at, block_ms=[1000 * s for s in seconds])
+                   prefixes=at, block_ms=[1000 * s for s in seconds], **about)
         if length in whole:
             cache.clear()
             synchronize(dev)
@@ -282,44 +297,27 @@ def block_rows(model, dev, ladder):
         yield row
 
 
-def interpolate(x, at, values):
-    """Piecewise linear through (at, values), and straight on outside."""
-    at, values = (torch.tensor(v, dtype=torch.float64) for v in (at, values))
-    if len(at) == 1:
-        return values.expand(len(x))
-    i = torch.searchsorted(at, x, right=True).clamp(1, len(at) - 1)
-    return values[i - 1] + (x - at[i - 1]) * (values[i] - values[i - 1]) / (at[i] - at[i - 1])
-
-
 def full_sequence_rows(model, dev, ladder):
     """Rows of a full-sequence model: L / p steps over a window of L tokens, each the same work."""
     for length in ladder:
         row = dict(length=length, how="step x L / p")
-        try:
-            started, mask_id = time.perf_counter(), model.config.mask_id
-            cache, sampler = model.new_cache(1, 0, length), new_sampler(dev, mask_id)
-            decoder = BlockDecoder(model, cache, sampler, length, dev.type == "cuda")
-            synchronize(dev)
-            row["capture_s"] = time.perf_counter() - started
-
+        with noting(row):
+            decoder, about = new_decoder(model, model.new_cache(1, 0, length), length)
             def step():
                 decoder.done.zero_()
                 decoder.graphs[False].replay() if decoder.graphs else decoder.step(False)
-            median, row["spread"], _ = measure(step, dev)
-            row["tok_per_s"] = tokens_per_step / median
-            del decoder
-        except torch.OutOfMemoryError:
-            row["error"] = "does not fit in memory"
+            median, row["spread"], first = measure(step, dev)
+            about["capture_s"] += max(0, first - median)
+            row.update(about, tok_per_s=tokens_per_step / median)
+        decoder = None                                  # frees its memory before the next
         yield row
 
 
 def step_work(c, l, prefix, p, width):
-    """
-    (FLOPs, bytes) of one denoising step of l tokens after a prefix, at `width` bytes a value:
+    """(FLOPs, bytes) of one denoising step of l tokens after a prefix, at `width` bytes a value:
     products with every weight, attention's area, the scan's chunked products, the head on p tokens;
     weights and cache read once, activations not counted. A block model commits a block every l / p
-    steps, in the same pass: that share of a clean pass (one Mamba direction) is in the FLOPs.
-    """
+    steps, in the same pass: that share of a clean pass (one Mamba direction) is in the FLOPs."""
     d, n, di, chunk = c.d_model, c.d_state, c.d_inner, min(c.chunk_len, l)
     commit = 0 if c.full_sequence else p / l
     flops, values = 2 * p * d * c.vocab_size, d * c.vocab_size
@@ -341,39 +339,36 @@ def limit_of_step(row, model, ceilings):
     both grow linearly with the prefix."""
     if "error" in row:
         return {}
-    c, width = model.config, model.head.weight.element_size()
+    c, p, width = model.config, tokens_per_step, model.head.weight.element_size()
     l, prefix = (row["length"], 0) if c.full_sequence else (c.block_len, row["length"] / 2)
-    limit = limit_ms(*step_work(c, l, prefix, tokens_per_step, width), ceilings)
-    ms = 1000 * tokens_per_step / row["tok_per_s"]
+    limit, ms = limit_ms(*step_work(c, l, prefix, p, width), ceilings), 1000 * p / row["tok_per_s"]
     return dict(ms_per_step=ms, limit_ms=limit, of_limit=limit / ms)
 
 
 def format_sample(r):
-    name = f"{r['config']:<20}{r['length']:>8}"
+    name = f"{r['config']:<20}{r.get('length', ''):>8}"
     if "error" in r:
         return f"{name} {r['error']}"
-    paper, how = r["paper"] or 0, r["how"]
-    paper = f"{r['tok_per_s'] / paper:.1f}x the paper's A100 ({paper:,})" if paper else ""
+    paper = r["paper"] and f"{r['tok_per_s'] / r['paper']:.1f}x the paper's A100 ({r['paper']:,})"
     also = f" ({r['integrated']:,.0f} integrated)" if "integrated" in r else ""
-    return (f"{name}{r['tok_per_s']:>10,.0f} tok/s  {how}{also}  {r['ms_per_step']:.2f} ms a step "
-            f"+-{50 * r['spread']:.1f}%, {100 * r['of_limit']:.0f}% of its limit  {paper}")
+    return (f"{name}{r['tok_per_s']:>10,.0f} tok/s  {r['how']}{also}  {r['ms_per_step']:.2f} ms "
+            f"a step +-{50 * r['spread']:.1f}%, {100 * r['of_limit']:.0f}% of its limit, "
+            f"{r['engine']}, compile and capture {r['capture_s']:.1f} s  {paper or ''}")
 
 
 # -- ops: each generator below makes its tensors and yields rows of `op_row` --
-
 def bench_ops(parallel):
     """Each heavy operation beside the library a user would otherwise pick and beside its limit."""
+    dev = parallel.device
     if unknown := set(only) - set(OPERATIONS):
         raise ConfigError(f"there is no operation {unknown.pop()!r}, only {', '.join(OPERATIONS)}")
-    dev = parallel.device
-
     def make_rows(name, ceilings):
-        kind = dict(device=dev, dtype=fast_dtype(dev))
+        kind = dict(device=dev, dtype=torch.bfloat16 if dev.type == "cuda" else torch.float32)
         for row in OPERATIONS[name](dev, dev.type == "cuda", kind):
             row["limit_ms"] = limit_ms(row["flops"], row["bytes"], ceilings)
             row["of_limit"] = row["limit_ms"] / row.get("ms", float("inf"))
             yield row
-    return run_all(parallel, only or OPERATIONS, make_rows, format_op)
+    return run_all(parallel, only or OPERATIONS, make_rows, format_op, 3)
 
 
 def op_row(dev, name, ours, others, flops, nbytes, count=1, graph=True):
@@ -391,24 +386,16 @@ def timed(f, dev, count, graph):
     """Milliseconds of one operation (as a CUDA graph: without the host's), and its own memory."""
     if isinstance(f, str):
         return dict(error=f)
-    on_gpu, run = dev.type == "cuda", None
-    try:
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        before, started = torch.cuda.memory_allocated() if on_gpu else 0, time.perf_counter()
-        run = captured(f) if on_gpu and graph else f
+    release()
+    row = {}
+    with noting(row, everything=True):
+        before, started = torch.cuda.memory_allocated(), time.perf_counter()
+        run = captured(f) if dev.type == "cuda" and graph else f
         capture_s = time.perf_counter() - started
         median, spread, first = measure(run, dev)
-        peak = torch.cuda.max_memory_allocated() - before if on_gpu else 0
-        return dict(ms=1000 * median / count, spread=spread, compile_s=capture_s + first,
-                    extra_gib=peak / 2 ** 30)
-    except torch.OutOfMemoryError:
-        return dict(error="does not fit in memory")
-    except Exception as error:                          # what fails is a line of the table
-        return dict(error=f"failed: {type(error).__name__}: {str(error)[:80]!r}")
-    finally:
-        del run
-        release(dev)
+        row.update(ms=1000 * median / count, spread=spread, compile_s=capture_s + first,
+                   extra_gib=(torch.cuda.max_memory_allocated() - before) / 2 ** 30)
+    return row
 
 
 def captured(step):
@@ -418,7 +405,8 @@ def captured(step):
         for _ in range(3):
             step()
     torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph):
+    # A recording that fails leaves its own stream behind as the current one, hence the first.
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
         step()
     return graph.replay
 
@@ -426,11 +414,11 @@ def captured(step):
 def format_op(r):
     beside = "; ".join(
         f"{o['ratio']:.2f}x {name} ({o['ms']:.3f} ms, {o['extra_gib']:.1f} GiB)" if "ratio" in o
-        else f"{name} {o.get('error', 'alone')}" for name, o in r["others"].items())
+        else f"{name} {o.get('error', 'alone')}" for name, o in r.get("others", {}).items())
     ours = r.get("error") or (
         f"{r['ms']:.3f} ms +-{50 * r['spread']:.1f}%, {r['extra_gib']:.1f} GiB, "
         f"{100 * r['of_limit']:.0f}% of its limit of {r['limit_ms']:.3f} ms")
-    return f"{r['op']:<41} {beside} | {ours}"
+    return f"{r.get('op', r.get('config')):<41} {beside} | {ours}"
 
 
 def tensors(x):
@@ -441,7 +429,6 @@ def with_backward(f, inputs):
     """A function that runs f and the gradients of all its tensor inputs."""
     inputs = [x.detach().clone().requires_grad_() if torch.is_tensor(x) else x for x in inputs]
     d_outputs = []
-
     def step():
         outputs = tensors(f(*inputs))
         d_outputs[:] = d_outputs or [torch.randn_like(o) for o in outputs]
@@ -480,7 +467,6 @@ def scan_rows(dev, big, kind):
             x, dt, A, B[:, :, None], C[:, :, None], 256, D=D, initial_states=state)
     b, s, h, p, n, l = (8, 8192, 26, 64, 128, 256) if big else (1, 256, 2, 16, 16, 64)
     scan = torch.compile(ops.ssd_scan, dynamic=False) if big and compile else ops.ssd_scan
-
     def plain(*inputs):
         with unittest.mock.patch.dict(ops.KERNELS, scan="torch"):
             return scan(*inputs)
@@ -499,15 +485,12 @@ def scan_rows(dev, big, kind):
 
 def sdpa(dev, **options):
     """Scaled dot product attention: both fast backends on a GPU, torch's choice elsewhere."""
-    def by(backend):
-        def attend(q, k, v):
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, **options)
-        return attend
-    if dev.type != "cuda":
-        return {"SDPA": functools.partial(F.scaled_dot_product_attention, **options)}
-    flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
-    return {"SDPA flash": by(flash), "SDPA cuDNN": by(cudnn)}
+    def attend(backend, q, k, v):
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, **options)
+    kinds = {"SDPA": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]} if dev.type != "cuda" else {
+        "SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
+    return {name: functools.partial(attend, backend) for name, backend in kinds.items()}
 
 
 def two_stream_rows(dev, big, kind):
@@ -517,7 +500,6 @@ def two_stream_rows(dev, big, kind):
     streams = [torch.randn(b, h, m, e, **kind) for m in 3 * [s - l] + 3 * [s]]
     causal = torch.randn(3, 2 * b, h, s, e, **kind).unbind()
     masks, work = ops.two_stream_masks(s, l, dev), 4 * b * h * e * s * s
-
     def ours(*qkv):
         return ops.two_stream_attention(qkv[:3], qkv[3:], masks)
     others = {f"{k}, causal": (f, causal) for k, f in sdpa(dev, is_causal=True).items()}
@@ -535,10 +517,8 @@ def block_attention_rows(dev, big, kind):
         held = torch.full((1,), n, device=dev)
         caches = torch.randn(count, 2, 1, h, max(n, l), e, **kind)
         joined = [[torch.cat([c[i, :, :, :n], x], 2) for i, x in enumerate((k, v))] for c in caches]
-
         def over_all(attend, pairs):
             return torch.no_grad()(lambda: [attend(q, *pair) for pair in pairs])
-
         def ours(q, keys, values):
             return ops.cached_attention(q, k, v, keys, values, held, l)
         yield op_row(dev, f"block attention, {n:,} keys", over_all(ours, caches),
@@ -555,7 +535,6 @@ def cross_entropy_rows(dev, big, kind):
     m, d, v = (32768, 896, 50258) if big else (128, 32, 500)
     hidden, head = torch.randn(m, d, **kind), 0.02 * torch.randn(v, d, **kind)
     target, weight = torch.randint(0, v - 1, (m,), device=dev), torch.rand(m, device=dev) + 1
-
     def of(f):
         return with_backward(lambda x, w: f(x, w, target, weight), (hidden, head))
     yield op_row(dev, "linear cross-entropy, forward + backward", of(ops.linear_cross_entropy), {
@@ -566,25 +545,21 @@ def cross_entropy_rows(dev, big, kind):
 def adamw_rows(dev, big, kind):
     """One step in fp32, gradient norm and clipping included: gradients are read twice, parameters
     and both moments are read and written."""
-    with torch.device(dev):
-        model = BlockDiffusionLM(named_config("mamba_h_350m" if big else "laptop"))
+    model = BlockDiffusionLM(named_config("mamba_h_350m" if big else "laptop")).to(dev)
     other = copy.deepcopy(model)
     ours = ShardedAdamW(model, 1e-4, (0.9, 0.95), 0.1)
     theirs = torch.optim.AdamW(other.param_groups(0.1), lr=1e-4, betas=(0.9, 0.95), fused=True)
     for p, q in zip(model.parameters(), other.parameters()):
         q.grad = p.grad.normal_().clone()
-
     def step():
         torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
         theirs.step()
-    yield op_row(dev, "AdamW step", lambda: update(ours), {"torch AdamW(fused=True)": step},
-                 0, 8 * 4 * model.n_params, graph=False)
+    others, nbytes = {"torch AdamW(fused=True)": step}, 8 * 4 * model.n_params
+    yield op_row(dev, "AdamW step", lambda: update(ours), others, 0, nbytes, graph=False)
 
 
 OPERATIONS = dict(scan=scan_rows, two_stream=two_stream_rows, cross_entropy=cross_entropy_rows,
                   block_attention=block_attention_rows, adamw=adamw_rows)
-
-
 BENCHES = dict(train=bench_train, sample=bench_sample, ops=bench_ops)
 
 
@@ -604,13 +579,14 @@ def main(words):
     line = ops.select_kernels(kernels, parallel.device)
     before, when = hardware(parallel.device), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     if parallel.rank == 0:
-        print(f"{parallel.world} x {before.get('name')} | torch {before['torch']} | {line}")
+        print(f"{parallel.world} x {', '.join(map(' '.join, before.items()))} | {line}", flush=True)
     result = dict(bench=what, when=when, **BENCHES[what](parallel), hardware=before,
                   after=hardware(parallel.device), kernels=line)
     if parallel.rank == 0:
+        print(f"after: {', '.join(map(' '.join, result['after'].items()))}")
         if out:
-            with open(out, "w") as f:
-                json.dump(result, f, indent=1)
+            os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
+            pathlib.Path(out).write_text(json.dumps(result, indent=1))
         print(json.dumps(result))
     parallel.close()
 

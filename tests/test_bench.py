@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -26,16 +27,11 @@ def last_line(capsys):
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def test_interpolation_is_exact_where_the_time_of_a_block_is_piecewise_linear():
-    x = torch.tensor([0, 5, 10, 15, 20, 40], dtype=torch.float64)
-    assert bench.interpolate(x, [0, 10, 20], [1, 2, 4]).tolist() == [1, 1.5, 2, 3, 4, 8]
-    assert bench.interpolate(x, [0], [3]).tolist() == [3] * 6
-
-
 def test_train_ends_in_one_json_line_and_writes_the_same(capsys, tmp_path):
     bench.main(["train", "--only=laptop", f"--out={tmp_path / 'train.json'}", *TINY])
     result = last_line(capsys)
     row, = result["rows"]
+    assert result["hardware"].keys() == result["after"].keys() and "kernels: scan" in result["kernels"]
     assert result["bench"] == "train" and result["hardware"]["name"] and result["matmul_tflops"] > 0
     assert row["config"] == "laptop" and row["tok_per_s"] > 0 and 0 < row["mfu"]
     assert json.loads((tmp_path / "train.json").read_text()) == result
@@ -47,6 +43,43 @@ def test_sample_reports_whole_and_integrated_rows_beside_their_limit(capsys):
     assert [(r["length"], r["how"]) for r in rows] == [(64, "whole"), (128, "integrated")]
     assert all(r["tok_per_s"] > 0 and r["limit_ms"] > 0 for r in rows) and rows[0]["integrated"] > 0
     assert all(r["of_limit"] == pytest.approx(r["limit_ms"] / r["ms_per_step"]) for r in rows)
+    assert all(r["engine"] == "eager" and r["capture_s"] >= 0 for r in rows)
+
+
+def test_a_sampling_row_says_whether_its_steps_were_graphs(capsys, monkeypatch):
+    make = bench.make_decoder
+    def recorded(*args):                                # as after a recording that succeeded
+        decoder = make(*args)
+        decoder.graphs = {c: types.SimpleNamespace(replay=lambda c=c: decoder.step(c)) for c in (False, True)}
+        return decoder
+    monkeypatch.setattr(bench, "make_decoder", recorded)
+    bench.main(["sample", "--only=laptop", "--lengths=[64]", *TINY])
+    out = capsys.readouterr().out
+    assert json.loads(out.splitlines()[-1])["rows"][0]["engine"] == "graphs" and "compile and capture" in out
+
+
+def test_a_configuration_that_does_not_fit_says_so_and_the_run_goes_on(capsys, monkeypatch):
+    small = bench.named_config
+    def named(name):
+        if name == "huge":
+            raise RuntimeError("CUDA error: out of memory")
+        return small("laptop")
+    monkeypatch.setattr(bench, "named_config", named)
+    bench.main(["train", "--only=huge,laptop", *TINY])
+    rows = last_line(capsys)["rows"]
+    assert rows[0] == dict(config="huge", error="does not fit in memory") and rows[1]["tok_per_s"] > 0
+    config = small("laptop")
+    config.block_len = config.seq_len                   # full-sequence: each length stands alone
+    monkeypatch.setattr(bench, "named_config", lambda name: config)
+    make = bench.make_decoder
+    def fails(wanted, model, cache, sampler, l):
+        if l == 64:
+            raise torch.OutOfMemoryError("no room")
+        return make(wanted, model, cache, sampler, l)
+    monkeypatch.setattr(bench, "make_decoder", fails)
+    bench.main(["sample", "--lengths=[64,128]", *TINY])
+    rows = last_line(capsys)["rows"]
+    assert "memory" in rows[0]["error"] and rows[0]["length"] == 64 and rows[1]["tok_per_s"] > 0
 
 
 def test_the_limit_of_a_step_counts_every_weight_of_the_generation_pass_once():
@@ -80,7 +113,7 @@ def test_an_operation_that_fails_is_a_line_and_the_run_goes_on(capsys, monkeypat
     monkeypatch.setitem(bench.OPERATIONS, "fails", fails)
     bench.main(["ops", "--only=fails,adamw", *TINY])
     rows = last_line(capsys)["rows"]
-    assert [r.get("op", r.get("name")) for r in rows] == ["one that fails", "fails", "AdamW step"]
+    assert [r.get("op", r.get("config")) for r in rows] == ["one that fails", "fails", "AdamW step"]
     assert "memory" in rows[0]["error"] and rows[0]["others"]["absent"] == {"error": "why"}
 
 
