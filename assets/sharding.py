@@ -4,9 +4,11 @@ Training throughput with three ways to shard AdamW, the measurement behind train
     torchrun --nproc_per_node=2 assets/sharding.py --out=assets/sharding.json
 
 ours: train.ShardedAdamW. zero: DistributedDataParallel and ZeroRedundancyOptimizer. fsdp: fully_shard
-with reshard_after_forward=False. The same model, batch, compiled layers and bf16 autocast each time.
+with reshard_after_forward=False. The same model, batch, compiled layers and bf16 autocast each time; the
+loss after three steps says that they compute the same. Without GPUs: gloo, and config/laptop.py in fp32.
 """
 import json
+import math
 import os
 import statistics
 import sys
@@ -17,31 +19,36 @@ import torch.distributed as dist
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 import ops  # noqa: E402
-from bench import hardware, named_config  # noqa: E402
-from configurator import configure  # noqa: E402
+from bench import hardware, named_config, synchronize  # noqa: E402
+from configurator import ConfigError, configure  # noqa: E402
 from model import BlockDiffusionLM  # noqa: E402
-from train import Parallel, ShardedAdamW  # noqa: E402
+from train import Parallel, ShardedAdamW, noise_generators  # noqa: E402
 
-config = "mamba_h_350m"
-micro_batch_size = 8
+config = ""                             # a file of config/; empty: mamba_h_350m, on a CPU laptop
+micro_batch_size = 8                    # sequences on a device
 iterations = 10
-out = ""
+device = "auto"
+out = ""                                # also write the JSON here
+
+LR, BETAS, DECAY = 1e-3, (0.9, 0.95), 0.1
 
 
 def ours(model, parallel):
-    optimizer = ShardedAdamW(model, 1e-4, (0.9, 0.95), 0.1, parallel.rank, parallel.world)
+    """The module to call and what takes a step; its gradients are summed, so each rank has its share."""
+    optimizer = ShardedAdamW(model, LR, BETAS, DECAY, parallel.rank, parallel.world)
 
     def update():
         norm = optimizer.reduce()
-        optimizer.step(1e-4, (1 / (norm + 1e-6)).clamp(max=1.0))
+        optimizer.step(LR, (1 / (norm + 1e-6)).clamp(max=1.0))
         optimizer.zero_grad()
     return model, update
 
 
-def library(wrap, make):
+def library(wrap, optimizer_of):
+    """The same of a library, whose gradients are averaged over ranks."""
     def build(model, parallel):
         wrapped = wrap(model)
-        optimizer = make(model)
+        optimizer = optimizer_of(model.param_groups(DECAY))
 
         def update():
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -51,10 +58,13 @@ def library(wrap, make):
     return build
 
 
-def zero(model):
+def zero(groups):
     from torch.distributed.optim import ZeroRedundancyOptimizer
-    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, betas=(0.9, 0.95),
-                                   weight_decay=0.1, fused=True)
+    return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=LR, betas=BETAS, fused=True)
+
+
+def adamw(groups):
+    return torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True)
 
 
 def ddp(model):
@@ -66,52 +76,70 @@ def fsdp(model):
     return fully_shard(model, reshard_after_forward=False)
 
 
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-
-
-def main():
-    parallel = Parallel("cuda", 300)
-    ops.select_kernels("auto", parallel.device)
-    c, rows = named_config(config), []
-    x0 = torch.randint(0, c.mask_id, (micro_batch_size, c.seq_len), device=parallel.device)
-    for name, build in dict(ours=ours, zero=library(ddp, zero), fsdp=library(fsdp, adamw)).items():
-        torch.manual_seed(0)
+def measure(name, build, c, parallel):
+    """A row: the median step, and the losses (means over ranks) before each of the first four."""
+    dev, on_gpu = parallel.device, parallel.device.type == "cuda"
+    torch.manual_seed(0)
+    model = BlockDiffusionLM(c).to(dev)
+    if on_gpu:
         torch.compiler.reset()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        model = BlockDiffusionLM(c).to(parallel.device)
         model.compile_layers()
-        generator = torch.Generator(parallel.device).manual_seed(parallel.rank)
+    generator = torch.Generator(dev).manual_seed(1 + parallel.rank)
+    x0 = torch.randint(0, c.mask_id, (micro_batch_size, c.seq_len), device=dev, generator=generator)
+    wrapped, update = build(model, parallel)
+    times, losses = [], []
+    for i in range(4 + iterations):
+        noise = noise_generators(i, range(parallel.rank * len(x0), (parallel.rank + 1) * len(x0)))
+        synchronize(dev)
+        dist.barrier()
+        start = time.perf_counter()
+        with torch.autocast(dev.type, torch.bfloat16, enabled=on_gpu):
+            loss = wrapped(x0, noise)
+        (loss / (parallel.world if name == "ours" else 1)).backward()
+        update()
+        synchronize(dev)
+        times.append(time.perf_counter() - start)
+        losses.append(loss.detach())
+    losses = [loss / parallel.world for loss in parallel.sum([float(loss) for loss in losses[:4]])]
+    seconds = statistics.median(times[4:])
+    return dict(sharding=name, gpus=parallel.world, ms=1000 * seconds, losses=losses,
+                tok_per_s=x0.numel() * parallel.world / seconds,
+                peak_gib=torch.cuda.max_memory_allocated() / 2 ** 30)
+
+
+def main():
+    parallel = Parallel(device, 300)
+    if parallel.world == 1:
+        raise ConfigError("one process shards nothing: torchrun --nproc_per_node=2 assets/sharding.py")
+    on_gpu, rows = parallel.device.type == "cuda", []
+    kernels = ops.select_kernels("auto", parallel.device)
+    name = config or ("mamba_h_350m" if on_gpu else "laptop")
+    say = print if parallel.rank == 0 else (lambda *_, **__: None)
+    say(f"{name}, {parallel.world} x {micro_batch_size} sequences | {kernels}", flush=True)
+    for kind, build in dict(ours=ours, zero=library(ddp, zero), fsdp=library(fsdp, adamw)).items():
         try:
-            wrapped, update = build(model, parallel)
-            times = []
-            for _ in range(4 + iterations):
-                torch.cuda.synchronize()
-                dist.barrier()
-                start = time.perf_counter()
-                with torch.autocast("cuda", torch.bfloat16):
-                    loss = wrapped(x0, generator) / (parallel.world if name == "ours" else 1)
-                loss.backward()
-                update()
-                torch.cuda.synchronize()
-                times.append(time.perf_counter() - start)
-            seconds = statistics.median(times[4:])
-            rows.append(dict(sharding=name, gpus=parallel.world, ms=1000 * seconds,
-                             tok_per_s=x0.numel() * parallel.world / seconds,
-                             peak_gib=torch.cuda.max_memory_allocated() / 2 ** 30))
+            rows.append(measure(kind, build, named_config(name), parallel))
         except Exception as error:                      # one that cannot run is a row that says so
-            rows.append(dict(sharding=name, error=f"{type(error).__name__}: {str(error)[:200]}"))
-        if parallel.rank == 0:
-            print(rows[-1], flush=True)
-        del model
-        wrapped = update = None
+            rows.append(dict(sharding=kind, error=f"{type(error).__name__}: {str(error)[:200]}"))
+        say(rows[-1], flush=True)
+    after = {r["sharding"]: r["losses"][3] for r in rows if "losses" in r}
+    same = all(math.isclose(loss, after.get("ours", loss), rel_tol=5e-3 if on_gpu else 1e-5)
+               for loss in after.values())
+    say(f"loss after three steps: {after}, {'the same' if same else 'NOT the same'} up to rounding")
+    record = dict(config=name, same_loss=same, rows=rows, hardware=hardware(parallel.device))
     if parallel.rank == 0 and out:
         with open(out, "w") as f:
-            json.dump(dict(config=config, rows=rows, hardware=hardware(parallel.device)), f, indent=1)
+            json.dump(record, f, indent=1)
     parallel.close()
+    if not same or len(after) < len(rows):
+        sys.exit(1)
 
 
 if __name__ == "__main__":
-    configure(globals())
-    main()
+    try:
+        configure(globals())
+        main()
+    except ConfigError as error:
+        sys.exit(f"sharding.py: {error}")
