@@ -7,6 +7,7 @@ ours: train.ShardedAdamW. zero: DistributedDataParallel and ZeroRedundancyOptimi
 with reshard_after_forward=False. The same model, batch, compiled layers and bf16 autocast each time; the
 loss after three steps says that they compute the same. Without GPUs: gloo, and config/laptop.py in fp32.
 """
+import gc
 import json
 import math
 import os
@@ -19,10 +20,10 @@ import torch.distributed as dist
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 import ops  # noqa: E402
-from bench import hardware, named_config, synchronize  # noqa: E402
+from bench import hardware, named_config, release, synchronize  # noqa: E402
 from configurator import ConfigError, configure  # noqa: E402
 from model import BlockDiffusionLM  # noqa: E402
-from train import Parallel, ShardedAdamW, noise_generators  # noqa: E402
+from train import Parallel, ShardedAdamW  # noqa: E402
 
 config = ""                             # a file of config/; empty: mamba_h_350m, on a CPU laptop
 micro_batch_size = 8                    # sequences on a device
@@ -79,24 +80,22 @@ def fsdp(model):
 def measure(name, build, c, parallel):
     """A row: the median step, and the losses (means over ranks) before each of the first four."""
     dev, on_gpu = parallel.device, parallel.device.type == "cuda"
+    gc.collect()                                        # the wrapped model before this one is a cycle
+    release()
     torch.manual_seed(0)
     model = BlockDiffusionLM(c).to(dev)
     if on_gpu:
-        torch.compiler.reset()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
         model.compile_layers()
     generator = torch.Generator(dev).manual_seed(1 + parallel.rank)
     x0 = torch.randint(0, c.mask_id, (micro_batch_size, c.seq_len), device=dev, generator=generator)
     wrapped, update = build(model, parallel)
     times, losses = [], []
-    for i in range(4 + iterations):
-        noise = noise_generators(i, range(parallel.rank * len(x0), (parallel.rank + 1) * len(x0)))
+    for _ in range(4 + iterations):
         synchronize(dev)
         dist.barrier()
         start = time.perf_counter()
         with torch.autocast(dev.type, torch.bfloat16, enabled=on_gpu):
-            loss = wrapped(x0, noise)
+            loss = wrapped(x0, generator)
         (loss / (parallel.world if name == "ours" else 1)).backward()
         update()
         synchronize(dev)
