@@ -483,6 +483,34 @@ def scan_rows(dev, big, kind):
             "torch.compile of plain" if big else "plain torch": (plain, inputs)}, flops)
 
 
+def mixer_rows(dev, big, kind):
+    """A Mamba mixer over noisy blocks, from its projection to its output: one operator with one
+    backward beside the same lines, with the kernels of scan and convolution, under torch.compile."""
+    rows, l, h, p, n, d = (256, 256, 26, 64, 128, 832) if big else (2, 64, 2, 16, 16, 32)
+    di, c = h * p, h * p + 2 * n
+    def full(value, *shape):
+        return torch.full(shape, value, device=dev)
+    inputs = (torch.randn(rows, l, di + c + h, **kind), torch.randn(c, 4, device=dev) / 2,
+              full(0.0, c), full(-3.0, h), full(-1.5, h), full(1.0, h), full(1.0, di),
+              torch.randn(d, di, **kind) / 40, torch.randn(rows, 3, c, **kind),
+              torch.randn(rows, h, p, n, device=dev))
+
+    def by(choice):
+        def f(*inputs):
+            return ops.mamba_mixer(*inputs, want_states=False)[0]
+        f = torch.compile(f, dynamic=False) if big and compile else f
+
+        def run(*inputs):
+            with unittest.mock.patch.dict(ops.KERNELS, mixer=choice):
+                return f(*inputs)
+        return with_backward(run, inputs)
+    ours = "fused" if big else "torch"
+    flops = 3 * rows * l * (2 * 64 * n + 2 * 64 * di + 4 * n * di + 2 * di * d)
+    nbytes = 3 * sum(v.nbytes for v in inputs) + 2 * rows * l * d * inputs[0].element_size()
+    yield op_row(dev, "Mamba mixer, forward + backward", by(ours),
+                 {"the same lines": by("torch")}, flops, nbytes)
+
+
 def sdpa(dev, **options):
     """Scaled dot product attention: both fast backends on a GPU, torch's choice elsewhere."""
     def attend(backend, q, k, v):
@@ -558,8 +586,9 @@ def adamw_rows(dev, big, kind):
     yield op_row(dev, "AdamW step", lambda: update(ours), others, 0, nbytes, graph=False)
 
 
-OPERATIONS = dict(scan=scan_rows, two_stream=two_stream_rows, cross_entropy=cross_entropy_rows,
-                  block_attention=block_attention_rows, adamw=adamw_rows)
+OPERATIONS = dict(scan=scan_rows, mixer=mixer_rows, two_stream=two_stream_rows,
+                  cross_entropy=cross_entropy_rows, block_attention=block_attention_rows,
+                  adamw=adamw_rows)
 BENCHES = dict(train=bench_train, sample=bench_sample, ops=bench_ops)
 
 
@@ -579,11 +608,11 @@ def main(words):
     line = ops.select_kernels(kernels, parallel.device)
     before, when = hardware(parallel.device), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     if parallel.rank == 0:
-        print(f"{parallel.world} x {', '.join(map(' '.join, before.items()))} | {line}", flush=True)
+        print(f"{parallel.world} x {described(before)} | {line}", flush=True)
     result = dict(bench=what, when=when, **BENCHES[what](parallel), hardware=before,
                   after=hardware(parallel.device), kernels=line)
     if parallel.rank == 0:
-        print(f"after: {', '.join(map(' '.join, result['after'].items()))}")
+        print(f"after: {described(result['after'])}")
         if out:
             os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
             pathlib.Path(out).write_text(json.dumps(result, indent=1))
