@@ -120,6 +120,12 @@ def hardware(dev):
     return {k: str(v) for k, v in record.items()}
 
 
+def described(record):
+    """hardware() in one line, the name first."""
+    rest = [f"{key} {value}" for key, value in record.items() if key != "name"]
+    return ", ".join([str(record.get("name", "unknown device")), *rest])
+
+
 def named_config(name):
     return config_from_file(os.path.join(os.path.dirname(__file__), "config", f"{name}.py"))
 
