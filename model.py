@@ -16,6 +16,7 @@ Partial Bidirectionality"; equation labels below are those of its source.
 """
 import dataclasses
 import glob
+import importlib.util
 import math
 import os
 import platform
@@ -58,6 +59,8 @@ class ModelConfig:
         require(1 <= self.block_len <= self.seq_len and self.seq_len % self.block_len == 0,
                 f"seq_len {self.seq_len} does not hold whole blocks of block_len {self.block_len}; "
                 f"choose a block_len that divides it")
+        require(min(self.n_head, self.n_layer, self.attn_every, self.mamba_head_dim, self.d_state) >= 1,
+                "n_head, n_layer, attn_every, mamba_head_dim and d_state must be at least 1")
         require(self.d_model % (2 * self.n_head) == 0,
                 f"d_model {self.d_model} must be a multiple of 2 * n_head = {2 * self.n_head}")
         require(self.d_inner % self.mamba_head_dim == 0,
@@ -401,6 +404,8 @@ class BlockDiffusionLM(nn.Module):
     def compile_layers(self, *methods):
         """torch.compile of all layers' named methods, two_stream by default. The backward makes pointwise
         results (GELU, norms) again: a third less memory for at most 2 % of the time."""
+        if importlib.util.find_spec("triton") is None:  # what torch.compile writes its kernels in
+            return
         from torch._functorch import config as partitioner
         partitioner.ban_recompute_materialized_backward = False
         partitioner.ban_recompute_used_far_apart = False

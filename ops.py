@@ -99,6 +99,15 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
 SCAN_ROW = 256                          # positions of a row of the Triton kernels
 
 
+def scan_row(s, block_len):
+    """The row of s tokens: the largest part of a block (of all tokens without blocks) that is no
+    longer than SCAN_ROW, so that block boundaries are row boundaries; all of it if that is tiny."""
+    whole = block_len or s
+    assert s % whole == 0, f"{s} positions are not whole blocks of {block_len}"
+    row = _chunk_len(whole, SCAN_ROW)
+    return row if row >= 16 else whole
+
+
 def _fits_triton(p, n):
     """Whether the kernels take head dimension p and state size n."""
     return p in (16, 32, 64) and n in (16, 32, 64, 128, 256)
@@ -110,9 +119,7 @@ def _ssd_scan_triton(x, dt, A, B, C, D, initial_state, block_len, want_states):
     import kernels
     import kernels_states
     b, s, h, p = x.shape
-    row = min(block_len or s, SCAN_ROW)
-    if s % row:                                         # an odd length: one row for each sequence
-        row = block_len or s
+    row = scan_row(s, block_len)
     A, D = A.float(), D.float()
     if row == s and not want_states:
         return kernels.ssd_rows(x, dt, A, B, C, D, initial_state), None
@@ -251,8 +258,7 @@ def mamba_mixer(proj, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_we
     """
     di, h, s = norm_weight.numel(), A.numel(), proj.size(1)
     n = (conv_weight.size(0) - di) // 2
-    row = min(block_len or s, SCAN_ROW)
-    row = row if s % row == 0 else block_len or s
+    row = scan_row(s, block_len)
     wanted = want_states and (block_len or s)
     if (KERNELS["mixer"] == "fused" and torch.is_grad_enabled() and _fits_triton(di // h, n)
             and row >= conv_weight.size(1)):
@@ -490,6 +496,6 @@ def select_kernels(setting, device):
         except Exception as error:                      # a broken Triton fails in many ways
             fast, why = False, f" (no Triton: {type(error).__name__}: {error})"
     KERNELS.update(scan="triton" if fast else "torch", mixer="fused" if fast else "torch",
-                   cached="triton" if fast else "sdpa",
-                   two_stream="flex" if on_gpu else "sdpa", cross_entropy="compiled" if on_gpu else "torch")
+                   cached="triton" if fast else "sdpa", two_stream="flex" if fast else "sdpa",
+                   cross_entropy="compiled" if fast else "torch")
     return "kernels: " + ", ".join(f"{name} {choice}" for name, choice in KERNELS.items()) + why

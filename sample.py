@@ -77,9 +77,10 @@ class Sampler:
                               f"first_hitting")
         if self.order == "first_hitting":
             self.tokens_per_step = 1
-        if self.tokens_per_step < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ConfigError("tokens_per_step must be at least 1, temperature at least 0, and top_p "
-                              "in (0, 1]")
+        if (not self.generators or self.tokens_per_step < 1 or min(self.temperature, self.top_k) < 0
+                or not 0 < self.top_p <= 1):
+            raise ConfigError("there must be at least one sample, tokens_per_step at least 1, temperature "
+                              "and top_k at least 0, and top_p in (0, 1]")
 
     def uniform(self, *shape, device):
         """(b, *shape) fp64 uniforms, row i from generators[i]. fp32 noise would truncate the tail of

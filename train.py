@@ -245,12 +245,14 @@ def matmul_ceiling(dev, n=8192):
 
 
 def pick_device(name):
-    """"auto" -> cuda, mps or cpu, whichever this machine has."""
-    if name != "auto":
-        return name
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
+    """"auto" -> cuda or cpu. Not mps, which lacks the fp64 that sampling wants; it must be asked for.
+    Raises ConfigError for a device that this machine lacks."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    here = dict(cpu=True, cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
+    if not here.get(name.partition(":")[0], False):
+        raise ConfigError(f"this machine has no device '{name}'; use --device=auto")
+    return name
 
 
 def duration(seconds):
@@ -356,7 +358,7 @@ class Log:
         kept = []
         if step and os.path.exists(path):
             with open(path) as f:
-                kept = [line for line in f if json.loads(line)["step"] <= step]
+                kept = [line for line in f if line.endswith("\n") and json.loads(line)["step"] <= step]
         with open(path, "w") as f:
             f.writelines(kept)
 
@@ -374,6 +376,9 @@ def main():
     parallel = Parallel(device, dist_timeout)
     master, dev = parallel.rank == 0, parallel.device
     say = print if master else (lambda *a, **k: None)
+    chosen = ops.select_kernels(kernels, dev)
+    if warmup_iters >= max_iters:
+        raise ConfigError(f"warmup_iters {warmup_iters} must be below max_iters {max_iters}")
 
     # 1. Data. The default corpus is the standard library of this Python, prepared on first use.
     if data == "data/stdlib" and not os.path.exists(os.path.join(data, "meta.json")) and master:
@@ -403,6 +408,9 @@ def main():
             changed = [k for k, v in vars(config).items() if record["config"].get(k) != v]
             raise ModelError(f"{path} was trained with another {', '.join(changed)}; use the same "
                              f"settings, or another out_dir")
+        if changed := [k for k in ("seed", "batch_size", "data", "max_iters", "learning_rate", "warmup_iters",
+                                   "min_lr", "weight_decay") if record["settings"][k] != s[k]]:
+            say(f"resuming with another {', '.join(changed)}: not the run that an uninterrupted one would be")
         model.load_state_dict(record["model"])
         for f in optimizer.flats:
             f["shard"].copy_(f["flat"][f["part"]])
@@ -418,11 +426,8 @@ def main():
         if use_bf16:
             return torch.autocast(dev.type, dtype=torch.bfloat16)
         return contextlib.nullcontext()
-    chosen = ops.select_kernels(kernels, dev)
     if compile and dev.type == "cuda":
         model.compile_layers()
-    if warmup_iters >= max_iters:
-        raise ConfigError(f"warmup_iters {warmup_iters} must be below max_iters {max_iters}")
     say(f"{config.n_layer} layers, width {config.d_model}, {model.n_params:,} parameters | "
         f"{parallel.world} x {dev} {'bf16' if use_bf16 else 'fp32'} | {chosen}")
     say(f"{train_data.n_tokens:,} training tokens | {batch_size} x {seq_len} tokens a step, "
@@ -451,8 +456,7 @@ def main():
         say(f"{flops / 1e12:.1f} TFLOP a step and GPU; MFU is of {ceiling / 1e12:.0f} TFLOP/s, measured")
     bad_steps = skipped = 0
     losses, started, first = [], time.time(), step
-    tick, val_loss = started, None
-    saved = step if resume else -1
+    tick, ticked, val_loss = started, step, None
     while step < max_iters:
         lr = learning_rate_at(step, learning_rate, min_lr, warmup_iters, max_iters)
         optimizer.zero_grad()
@@ -482,8 +486,7 @@ def main():
 
         if step % log_interval == 0 or step == max_iters:
             now = time.time()
-            count = log_interval if step - first >= log_interval else max(step - first, 1)
-            ms = 1000 * (now - tick) / count
+            ms = 1000 * (now - tick) / (step - ticked)
             mean = sum(losses) / len(losses) if losses else None
             row = dict(step=step, loss=mean and round(mean, 5), lr=lr, grad_norm=round(norm, 4), ms=round(ms, 2),
                        tok_per_s=round(1000 * batch_size * seq_len / ms), skipped=skipped,
@@ -497,15 +500,15 @@ def main():
             say(f"{step:>6}/{max_iters} {'#' * int(20 * step / max_iters):<20} loss {mean or math.nan:.4f} | "
                 f"lr {lr:.2e} | grad {norm:.2f} | {ms:.0f} ms | {speed} | ETA {duration(eta)}", flush=True)
             log.write(row)
-            tick, losses = now, []
+            tick, ticked, losses = now, step, []
+        paused = time.time()
         if step % eval_interval == 0 or step == max_iters:
             val_loss = validate()
             log.write(dict(step=step, val_loss=round(val_loss, 5)))
             say(f"{step:>6}/{max_iters} validation {val_loss:.4f} nats per token", flush=True)
         if step % eval_interval == 0 or step == max_iters or stopping:
             save(step)
-            saved = step
-            tick = time.time()
+        tick += time.time() - paused                    # validating and saving are not training
         if stopping:
             say(f"stopped at step {step}; {path} is saved, go on with --resume")
             parallel.close()

@@ -179,7 +179,8 @@ def test_how_heads_split_over_programs_changes_no_gradient_of_states(monkeypatch
     compare_last_states(scan_inputs(1, 70, 3, 32, 32, dtype), LIMIT[dtype])
 
 
-@pytest.mark.parametrize("s, block_len, start", [(96, 32, True), (128, 64, False), (64, None, 1)])
+@pytest.mark.parametrize("s, block_len, start", [
+    (96, 32, True), (128, 64, False), (64, None, 1), (96, 48, True)])    # 48: rows of 24, not of 32
 def test_dispatched_scan_equals_the_loop_with_boundary_states(monkeypatch, s, block_len, start):
     monkeypatch.setitem(ops.KERNELS, "scan", "triton")
     monkeypatch.setattr(ops, "SCAN_ROW", 32)
@@ -312,6 +313,7 @@ def mixer_inputs(s, dtype, rows, states, h=3, p=16, n=16, w=4, d=24):
     (64, 32, 32, 2, False, True),                       # the clean stream: a state for every block
     (64, 32, None, 2, False, False),                    # a full sequence: many rows, no states
     (64, 16, 32, 1, True, True),                        # blocks of two rows, from given states
+    (96, 32, 48, 1, False, True),                       # blocks that are not whole rows of 32
 ])
 def test_mixer_and_its_gradients_are_the_plain_lines(
         monkeypatch, s, row, block_len, rows, states, want, dtype):
