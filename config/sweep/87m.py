@@ -4,4 +4,4 @@ out_dir = "out/sweep_87m"
 runs = ["config/attention_87m.py", "config/diffumamba_h_87m.py", "config/bdlm_attention_87m.py",
         "config/mamba_h_87m.py"]
 learning_rates = [5e-4, 1e-3, 2e-3, 4e-3, 8e-3]
-eval_settings = "mc=1 sequences=256"    # the paper's protocol; --data=data/c4 for its held-out text
+eval_settings = "mc=1 sequences=256"    # the paper's protocol; add data=data/c4 for its held-out text

@@ -1,0 +1,109 @@
+"""
+Where the time of one training step, or of one denoising step, goes: its kernels by kind and by name.
+
+    python assets/profile_step.py --configs=mamba_h_350m,bdlm_attention_350m     # training steps
+    python assets/profile_step.py --sampling=true --configs=mamba_h_700m         # denoising steps
+"""
+import json
+import os
+import sys
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+import ops  # noqa: E402
+from bench import hardware, named_config, update  # noqa: E402
+from configurator import configure  # noqa: E402
+from fold import prepare_for_inference  # noqa: E402
+from model import BlockDiffusionLM  # noqa: E402
+from sample import Sampler, make_decoder  # noqa: E402
+from train import ShardedAdamW, pick_device  # noqa: E402
+
+configs = ["mamba_h_350m"]
+sampling = False                        # profile a denoising step instead, after an empty prefix
+micro_batch_size = 8
+top = 20                                # kernels to print by name
+out = ""
+
+SCAN = ("forward_kernel", "tiles_kernel", "after_kernel", "before_kernel", "decays_kernel", "walk_kernel",
+        "states_backward_kernel", "pass_kernel", "pass_backward_kernel")
+KINDS = {"products": ("nvjet", "gemm", "splitK", "cutlass"), "attention": ("flex", "attend", "combine_k"),
+         "scan": SCAN, "convolution": ("conv_",), "gated norm": ("gated_norm",), "pointwise": ("triton_",)}
+
+
+def kind_of(name):
+    return next((kind for kind, words in KINDS.items() if any(w in name for w in words)), "other")
+
+
+def training_step(config, dev):
+    model = BlockDiffusionLM(config).to(dev)
+    optimizer = ShardedAdamW(model, 1e-3, (0.9, 0.95), 0.1)
+    if dev.type == "cuda":
+        model.compile_layers()
+    x0 = torch.randint(0, config.mask_id, (micro_batch_size, config.seq_len), device=dev)
+
+    def step():
+        optimizer.zero_grad()
+        with torch.autocast(dev.type, torch.bfloat16, enabled=dev.type == "cuda"):
+            loss = model(x0)
+        loss.backward()
+        update(optimizer)
+    return step
+
+
+@torch.no_grad()
+def denoising_step(config, dev):
+    model = BlockDiffusionLM(config).to(dev)
+    torch.nn.init.normal_(model.head.weight, std=0.02)
+    prepare_for_inference(model, torch.bfloat16 if dev.type == "cuda" else torch.float32)
+    if dev.type == "cuda":
+        model.compile_layers("denoise", "commit_and_denoise")
+    cache = model.new_cache(1, config.block_len)
+    sampler = Sampler([torch.Generator(dev).manual_seed(0)], mask_id=config.mask_id)
+    decoder = make_decoder("auto" if dev.type == "cuda" else "fused", model, cache, sampler, config.block_len)
+
+    def step():
+        decoder.done.zero_()
+        decoder.graphs[False].replay() if decoder.graphs else decoder.step(False)
+    return step
+
+
+def kernels_of(step, dev):
+    """[name, calls, milliseconds] of one call's kernels (operators on a CPU), the slowest first."""
+    on_gpu = dev.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as record:
+        step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    rows = [(e.key[:100], e.count, (e.self_device_time_total if on_gpu else e.self_cpu_time_total) / 1e3)
+            for e in record.key_averages()]
+    return sorted((r for r in rows if r[2]), key=lambda r: -r[2])
+
+
+def main():
+    dev, found = torch.device(pick_device("auto")), {}
+    ops.select_kernels("auto", dev)
+    for name in configs:
+        torch.compiler.reset()
+        step = (denoising_step if sampling else training_step)(named_config(name), dev)
+        with torch.set_grad_enabled(not sampling):
+            for _ in range(3):
+                step()
+            rows = kernels_of(step, dev)
+        total, kinds = sum(r[2] for r in rows), {}
+        for key, calls, ms in rows:
+            kinds[kind_of(key)] = kinds.get(kind_of(key), 0) + ms
+        print(f"{name}: {total:.2f} ms in {sum(r[1] for r in rows)} kernels; " + ", ".join(
+            f"{kind} {100 * ms / total:.0f} %" for kind, ms in sorted(kinds.items(), key=lambda k: -k[1])))
+        for key, calls, ms in rows[:top]:
+            print(f"  {ms:9.3f} ms {calls:6d}  {key}")
+        found[name] = dict(ms=total, kinds=kinds, kernels=rows)
+    if out:
+        with open(out, "w") as f:
+            json.dump(dict(sampling=sampling, hardware=hardware(dev), models=found), f, indent=1)
+
+
+if __name__ == "__main__":
+    configure(globals())
+    main()
