@@ -198,6 +198,33 @@ def test_settings_that_contradict_each_other_are_refused(corpus, tmp_path, argv,
         run(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", *argv])
 
 
+def test_a_refused_setting_leaves_the_log_as_it_was_and_a_torn_line_is_dropped(corpus, tmp_path):
+    out = str(tmp_path / "out")
+    argv = TINY + [f"--data={corpus}", f"--out_dir={out}"]
+    run(argv + ["--max_iters=5", "--log_interval=3"])
+    before = read_log(out)
+    ms = [r["ms"] for r in before if "ms" in r]
+    assert [r["step"] for r in before if "ms" in r] == [3, 5] and ms[1] > ms[0] / 20
+    with pytest.raises(ConfigError, match="warmup_iters 9 must be below"):
+        run(argv + ["--max_iters=5", "--warmup_iters=9"])
+    assert read_log(out) == before
+    with open(os.path.join(out, "log.jsonl"), "a") as f:
+        f.write('{"step": 5, "lo')                      # killed while writing
+    run(argv + ["--max_iters=6", "--log_interval=3", "--resume"])
+    assert read_log(out)[:len(before)] == before and read_log(out)[-1]["step"] == 6
+
+
+def test_resuming_with_other_settings_says_so_and_an_absent_device_is_a_sentence(corpus, tmp_path, capsys):
+    argv = TINY + [f"--data={corpus}", f"--out_dir={tmp_path}/out"]
+    run(argv)
+    run(argv + ["--resume", "--seed=2", "--max_iters=5"])
+    assert "resuming with another seed, max_iters" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no device 'cuda'"):
+        if torch.cuda.is_available():
+            pytest.skip("this machine has CUDA")
+        run(argv + ["--device=cuda"])
+
+
 def test_learning_rate_transfer_gives_the_papers_figures():
     from train import transfer_lr
     assert f"{transfer_lr(4e-3, 896 / 448, 18 / 12, 64 / 32, 17.65 / 5.000):.2e}" == "1.23e-03"
