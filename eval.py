@@ -29,9 +29,10 @@ import torch.nn.functional as F
 import ops
 import sample
 from bench import hardware
+from checkpoint import load_model
 from configurator import ConfigError, configure
 from data import DataError, TokenData, get_tokenizer, load_questions, sha256, task_paths
-from model import PAPER_PARAMS, ModelError, load_model
+from model import PAPER_PARAMS, ModelError
 from prepare import need
 from train import Parallel, bits_per_byte, noise_generators
 

@@ -63,7 +63,6 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
     if KERNELS["scan"] == "triton" and _fits_triton(x.size(-1), B.size(-1)):
         return _ssd_scan_triton(x, dt, A, B, C, D, initial_state, block_len, want_states)
     b, s, h, p = x.shape
-    n = B.size(-1)
     assert s % (block_len or s or 1) == 0, f"{s} positions are not whole blocks of {block_len}"
     l = _chunk_len(block_len, chunk_len) if block_len else max(1, min(chunk_len, s))
     dtype = at_least_fp32(x.dtype)

@@ -20,11 +20,11 @@ import time
 import torch
 
 import ops
+from checkpoint import load_model, save_atomically
 from configurator import ConfigError, configure
 from data import DataError, get_tokenizer
 from fold import prepare_for_inference
-from model import (BlockDiffusionLM, Cache, ModelError, config_from_file, load_model,
-                   save_atomically)
+from model import BlockDiffusionLM, Cache, ModelError, config_from_file
 
 # ---------------------------------------------------------------------------------------------
 # Settings

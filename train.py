@@ -22,9 +22,10 @@ import torch.distributed as dist
 
 import data as data_module
 import ops
+from checkpoint import load_checkpoint, save_checkpoint
 from configurator import ConfigError, configure
 from data import DataError, TokenData
-from model import BlockDiffusionLM, ModelConfig, ModelError, load_checkpoint, save_checkpoint
+from model import BlockDiffusionLM, ModelConfig, ModelError
 
 # ---------------------------------------------------------------------------------------------
 # Settings: the defaults train a small BDLM Mamba-H on bytes in under four minutes on two cores.

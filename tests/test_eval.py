@@ -17,12 +17,13 @@ import torch
 
 import eval as evaluation
 from conftest import ARCHITECTURES, BLOCK_MODELS, make_model
+from checkpoint import save_checkpoint
 from configurator import configure
 from data import (TASKS, DataError, encode_choices, get_tokenizer, load_questions, prepare_stdlib,
                   task_paths)
 from eval import (PAPER, answer_rows, credit, masked_cross_entropy, nelbo_counts, nelbo_figures, ratio,
                   score_answers, sequence_nelbo, task_figures, text_figures)
-from model import PAPER_PARAMS, BlockDiffusionLM, ModelConfig, ModelError, config_from_file, save_checkpoint
+from model import PAPER_PARAMS, BlockDiffusionLM, ModelConfig, ModelError, config_from_file
 from train import noise_generators
 
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), ".."))

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import model as model_module
+from checkpoint import load_model, save_checkpoint
 from conftest import ARCHITECTURES, BLOCK_MODELS, make_batch, make_model
-from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file, load_model, save_checkpoint
+from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file
 from sample import prepare_for_inference
 
 ROOT = os.path.join(os.path.dirname(__file__), "..")

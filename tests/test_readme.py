@@ -1,4 +1,5 @@
 """The README's laptop commands run as printed, with tiny settings after them."""
+import glob
 import os
 import re
 import shlex
@@ -20,8 +21,10 @@ def test_the_first_screen_holds_the_two_commands():
 
 
 def test_files_and_functions_that_the_readme_names_exist():
-    for path in re.findall(r"\((assets/[^)]+)\)", README) + re.findall(r"\| (\w+\.py)", README):
-        assert os.path.exists(os.path.join(ROOT, path)), path
+    listed = " ".join(re.findall(r"^\| ((?:\w+\.py(?:, )?)+)", README, re.M)).replace(",", " ").split()
+    assert len(listed) > 12
+    for path in re.findall(r"\b(?:assets|config)/[\w/*]+\.(?:json|jsonl|png|py)\b", README) + listed:
+        assert glob.glob(os.path.join(ROOT, path)), path
     source = "".join(open(os.path.join(ROOT, f)).read() for f in os.listdir(ROOT) if f.endswith(".py"))
     table = README[README.index("| the paper | here |"):README.index("Training runs two streams")]
     for name in re.findall(r"`(?:\w+\.)?(\w+)`", table):

@@ -8,7 +8,8 @@ import torch
 
 import sample
 from conftest import ARCHITECTURES, BLOCK_MODELS, make_model
-from model import ModelError, save_checkpoint
+from model import ModelError
+from checkpoint import save_checkpoint
 from configurator import ConfigError
 from sample import (Sampler, cut, decode_block, generate, load_prefix, prepare_for_inference, read_prefix,
                     save_prefix)

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from checkpoint import load_checkpoint
 from configurator import ConfigError, configure
 from data import byte_baselines, prepare_stdlib
-from model import ModelError, load_checkpoint
+from model import ModelError
 
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), ".."))
 TINY = ["--seq_len=32", "--block_len=8", "--d_model=32", "--n_head=2", "--n_layer=2", "--attn_every=2",
