@@ -264,7 +264,7 @@ def mamba_mixer(proj, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_we
         import kernels_mixer
         return kernels_mixer.mamba_mixer(proj, conv_weight, conv_bias, dt_bias, A, D, norm_weight,
                                          out_weight, conv, ssm, row, wanted or 0)
-    z, xBC, dt = proj[..., :2 * di + 2 * n + h].split([di, di + 2 * n, h], -1)
+    z, xBC, dt, _ = proj.split([di, di + 2 * n, h, proj.size(-1) - 2 * (di + n) - h], -1)
     if conv is None:
         conv = xBC.new_zeros(len(proj), conv_weight.size(1) - 1, xBC.size(-1))
     convs = conv_boundaries(xBC, conv, block_len) if want_states else None
