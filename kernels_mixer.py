@@ -21,6 +21,7 @@ from torch import Tensor
 import kernels
 import kernels_conv
 import kernels_states
+import ops
 from kernels import operator
 
 EPS = 1e-5  # of the norm, as in ops.gated_norm
@@ -138,13 +139,12 @@ def row_states(x, dt, A, B, ssm, row):
 
 
 def boundary_columns(xBC, conv_weight, conv, block_len):
-    """ops.conv_boundaries, for blocks no shorter than a state, or nothing without block_len."""
+    """-> the convolution states at block boundaries, or nothing without block_len"""
     if not block_len:
         return xBC.new_empty(0)
-    w1 = conv_weight.shape[1] - 1
-    ends = xBC.unflatten(1, (-1, block_len))[:, :, block_len - w1:]  # (b, k, w - 1, c)
-    first = xBC.new_zeros(len(xBC), 1, w1, xBC.shape[-1]) if conv is None else conv[:, None]
-    return torch.cat([first, ends], 1)
+    if conv is None:
+        conv = xBC.new_zeros(len(xBC), conv_weight.shape[1] - 1, xBC.shape[-1])
+    return ops.conv_boundaries(xBC, conv, block_len)
 
 
 def fake_outputs(proj, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_weight, conv, ssm,
