@@ -89,7 +89,6 @@ TUNE = {
     "walk": dict(q=64, num_warps=4, num_stages=3),
     "after": dict(q=64, num_warps=8, num_stages=3),
     "before": dict(q=64, num_warps=4, num_stages=3),
-    "states_backward": dict(q=64, num_warps=8, num_stages=2),
 }
 FEW, SHORT = 288, 1024  # up to so many heads of all rows, and tokens, tiles_kernel runs
 
@@ -445,15 +444,16 @@ def ssd_rows_forward(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: 
     return y, final
 
 
-def ssd_rows_backward_into(dx, dB, dC, dy, x, dt, A, B, C, D, s0):
-    """Writes into dx, dB and dC, of any strides but the last. -> ddt, dA, dD, ds0"""
+def ssd_rows_backward_into(dx, dB, dC, ds0, dy, x, dt, A, B, C, D, s0, dfinal=None):
+    """Writes into dx, dB and dC, of any strides but the last, and into ds0 unless that is None;
+    dfinal, the gradient of the states that rows end in, is as s0. -> ddt, dA, dD"""
     (r, l, h, p), n, q = x.shape, B.shape[-1], settings("after", x)["q"]
-    dy, (ddt, ds0) = rowwise(dy), like(dt, s0)
+    dy, ddt = rowwise(dy), torch.empty_like(dt)
     chunks = triton.cdiv(l, q)
     S = x.new_empty(r, chunks, h, n, p)  # the state before each chunk, as dtype of x
     G = torch.empty_like(S)  # the gradient of the state after it
     walk(x, dt, A, B, s0, states=S, q=q)
-    walk(dy, dt, A, C, None, G, ds0 if s0 is not None else None, q, adjoint=True)
+    walk(dy, dt, A, C, dfinal, G, ds0, q, adjoint=True)
     dA, dD, tail = dt.new_empty(3, r * chunks, h)
     rest, direct = dt.new_empty(2, r, l, h)
     kvs = x.new_empty(r * chunks, q, q)
@@ -466,15 +466,16 @@ def ssd_rows_backward_into(dx, dB, dC, dy, x, dt, A, B, C, D, s0):
         *strides(C, 2), *strides(dy, 3), *strides(dC, 2), n=n, p=p, **settings("before", x))
     decays_kernel[r * chunks,](rest, direct, tail, dt, A, ddt, dA, l, h, *strides(dt, 3), q=q,
                                H=triton.next_power_of_2(h))
-    return ddt, dA.sum(0), dD.sum(0), ds0
+    return ddt, dA.sum(0), dD.sum(0)
 
 
 @operator(lambda dy, *inputs: like(*inputs))
 def ssd_rows_backward(
         dy: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
         s0: Optional[Tensor]) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dx, dB, dC = like(x, B, C)
-    ddt, dA, dD, ds0 = ssd_rows_backward_into(dx, dB, dC, dy, x, dt, A, B, C, D, s0)
+    dx, dB, dC, ds0 = like(x, B, C, s0)
+    ddt, dA, dD = ssd_rows_backward_into(
+        dx, dB, dC, None if s0 is None else ds0, dy, x, dt, A, B, C, D, s0)
     return dx, ddt, dA, dB, dC, dD, ds0
 
 

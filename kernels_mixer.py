@@ -23,6 +23,7 @@ import kernels_conv
 import kernels_states
 import ops
 from kernels import operator
+from kernels_states import in_rows, row_states
 
 EPS = 1e-5  # of the norm, as in ops.gated_norm
 TOKENS = 16  # that a program of the norm's backward walks over, summing the gradient of the weight
@@ -31,14 +32,15 @@ TOKENS = 16  # that a program of the norm's backward walks over, summing the gra
 # ----------------------------------------------------------------------------------------------
 # The gated norm: out = weight g / rms(g) with g = y silu(z). y and what is made of it are
 # contiguous, z and dz are columns of wider tensors: szt and sdzt are their steps between tokens. A
-# program loads a whole token, d channels padded to the power of two P.
+# program loads a whole token (of a way, where there are two), d channels padded to the power of
+# two P.
 
 
 @triton.jit
-def gate(y, z, row, k, ok, szt, d: tl.constexpr, eps):
-    """One token: y, z, the sigmoid of z, g / rms(g) and 1 / rms(g)."""
-    yk = tl.load(y + row * d + k, mask=ok, other=0.0).to(tl.float32)
-    zk = tl.load(z + row * szt + k, mask=ok, other=0.0).to(tl.float32)
+def gate(y, z, k, ok, d: tl.constexpr, eps):
+    """One token's y, z, sigmoid of z, g / rms(g) and 1 / rms(g)."""
+    yk = tl.load(y + k, mask=ok, other=0.0).to(tl.float32)
+    zk = tl.load(z + k, mask=ok, other=0.0).to(tl.float32)
     sig = tl.sigmoid(zk)
     g = yk * zk * sig
     rstd = tl.rsqrt(tl.sum(g * g) / d + eps)
@@ -46,11 +48,12 @@ def gate(y, z, row, k, ok, szt, d: tl.constexpr, eps):
 
 
 @triton.jit
-def gated_norm_kernel(y, z, weight, out, szt, eps, d: tl.constexpr, P: tl.constexpr):
-    row, k = tl.program_id(0).to(tl.int64), tl.arange(0, P)
-    _, _, _, g, _ = gate(y, z, row, k, k < d, szt, d, eps)
-    w = tl.load(weight + k, mask=k < d, other=0.0).to(tl.float32)
-    tl.store(out + row * d + k, (g * w).to(out.dtype.element_ty), mask=k < d)
+def gated_norm_kernel(y, z, weight, out, szt, szw, eps, d: tl.constexpr, P: tl.constexpr):
+    token, way, k = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, P)
+    row = (token * tl.num_programs(1) + way) * d
+    _, _, _, g, _ = gate(y + row, z + token * szt + way * szw, k, k < d, d, eps)
+    w = tl.load(weight + way * d + k, mask=k < d, other=0.0).to(tl.float32)
+    tl.store(out + row + k, (g * w).to(out.dtype.element_ty), mask=k < d)
 
 
 @triton.jit
@@ -64,7 +67,7 @@ def gated_norm_backward_kernel(dout, y, z, weight, out, dy, dz, dweight, tokens,
     for i in range(T):
         row = tl.program_id(0).to(tl.int64) * T + i
         ok = (k < d) & (row < tokens)
-        yk, zk, sig, g, rstd = gate(y, z, row, k, ok, szt, d, eps)
+        yk, zk, sig, g, rstd = gate(y + row * d, z + row * szt, k, ok, d, eps)
         do = tl.load(dout + row * d + k, mask=ok, other=0.0).to(tl.float32)
         tl.store(out + row * d + k, (g * w).to(out.dtype.element_ty), mask=ok)
         dw += do * g
@@ -75,11 +78,14 @@ def gated_norm_backward_kernel(dout, y, z, weight, out, dy, dz, dweight, tokens,
     tl.store(dweight + tl.program_id(0).to(tl.int64) * d + k, dw, mask=k < d)
 
 
-def gated_norm(y, z, weight):
-    """y (b, s, d) contiguous, z (b, s, d) columns of a contiguous tensor -> (b, s, d)"""
+@operator(lambda y, z, weight: torch.empty_like(y))
+def gated_norm(y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+    """y (b, s, d) contiguous, z (b, s, d) columns of a contiguous tensor, weight (d) -> (b, s, d).
+    Of two ways: y and z (b, s, 2, d), weight (2, d). No gradients."""
     out, d = torch.empty_like(y), y.shape[-1]
-    gated_norm_kernel[y.numel() // d,](y, z, weight, out, z.stride(1), EPS, d=d,
-                                       P=triton.next_power_of_2(d), num_warps=4)
+    ways, szw = (y.shape[2], z.stride(2)) if y.dim() == 4 else (1, 0)
+    gated_norm_kernel[y.numel() // (d * ways), ways](
+        y, z, weight, out, z.stride(1), szw, EPS, d=d, P=triton.next_power_of_2(d), num_warps=4)
     return out
 
 
@@ -118,24 +124,6 @@ def split_xBC(xBC, h, n):
 
 def step_sizes(dt, dt_bias):
     return F.softplus(dt.float() + dt_bias)
-
-
-def in_rows(row, *tensors):
-    """(b, s, ...) -> (b s / row, row, ...), views of tensors whose positions are evenly spaced"""
-    return tuple(v.unflatten(1, (-1, row)).flatten(0, 1) for v in tensors)
-
-
-def row_log_decays(dt, A, row):
-    """-> (b, s / row, h)"""
-    return (dt * A).unflatten(1, (-1, row)).sum(2)
-
-
-def row_states(x, dt, A, B, ssm, row):
-    """-> the states before every row and at the end (b, s / row + 1, h, p, n), from ssm or zeros"""
-    start = kernels.room_for_final(x, B).zero_() if ssm is None else ssm.float()
-    local = kernels_states.ssd_row_states_forward(*in_rows(row, x, dt), A, *in_rows(row, B))
-    local = local.unflatten(0, (len(x), -1))  # (b, s / row, h, p, n)
-    return kernels_states.pass_states(local, row_log_decays(dt, A, row), start)
 
 
 def boundary_columns(xBC, conv_weight, conv, block_len):
@@ -182,24 +170,14 @@ def mixer_forward(
 def scan_backward(dxBC, dy, xBC, dt, A, D, states, dstates, ssm, row):
     """xBC is convolved. Writes into dxBC. -> ddt (b, s, h), dA, dD, and dssm if there is ssm"""
     h, n = dt.shape[-1], (xBC.shape[-1] - dy.shape[-1]) // 2
-    x, B, C, dt_rows, dy = in_rows(row, *split_xBC(xBC, h, n), dt, dy.unflatten(-1, (h, -1)))
-    dx, dB, dC = in_rows(row, *split_xBC(dxBC, h, n))
-    start = states[:, :-1] if states.numel() else ssm
-    ddt, dA, dD, dstart = kernels.ssd_rows_backward_into(
-        dx, dB, dC, dy, x, dt_rows, A, B, C, D, start)
-    if states.numel():  # rows left something behind, from which x, B and dt get a second part
-        total = torch.zeros_like(states) if dstates is None else dstates.clone()
-        total[:, :-1] += dstart
-        dlocal, dlog, dstart = kernels_states.pass_states_backward(
-            total, states, row_log_decays(dt, A, row))
-        dx2, ddt2, dA2, dB2 = kernels_states.ssd_row_states_backward(
-            dlocal.flatten(0, 1), x, dt_rows, A, B)
-        dlog = dlog.flatten(0, 1)[:, None]  # (rows, 1, h)
-        dx += dx2
-        dB += dB2
-        ddt = ddt + ddt2 + dlog * A
-        dA = dA + dA2 + (dt_rows * dlog).sum((0, 1))
-    return ddt.view(dt.shape), dA, dD, dstart
+    x, B, C = split_xBC(xBC, h, n)
+    dx, dB, dC = split_xBC(dxBC, h, n)
+    dy = dy.unflatten(-1, (h, -1))
+    if states.numel():
+        return kernels_states.ssd_scan_backward_into(
+            dx, dB, dC, dy, dstates, x, dt, A, B, C, D, states, row)
+    dssm = None if ssm is None else torch.empty_like(ssm)
+    return *kernels.ssd_rows_backward_into(dx, dB, dC, dssm, dy, x, dt, A, B, C, D, ssm), dssm
 
 
 @operator(lambda dout, dstates, dconvs, y, states, *inputs: kernels.like(*inputs[:10]))
@@ -226,7 +204,7 @@ def mixer_backward(
     dconvolved = torch.empty_like(convolved)
     ddt, dA, dD, dssm = scan_backward(dconvolved, dy, convolved, step_sizes(dt_raw, dt_bias), A, D,
                                       states, dstates, ssm, row)
-    dssm = proj.new_empty(0) if ssm is None else dssm.to(ssm.dtype)
+    dssm = proj.new_empty(0) if ssm is None else dssm.contiguous()
     ddt = ddt * torch.sigmoid(dt_raw.float() + dt_bias)
     ddt_raw.copy_(ddt)
 

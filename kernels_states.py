@@ -1,175 +1,146 @@
 """
-Triton kernels of the states that pass between the rows of a sequence.
+Triton kernels of the scan over long sequences: the fast twin of ssd_scan in ops.py.
 
-  ssd_row_states   the state that each row alone leaves behind (a part of ssd_scan in ops.py)
-  pass_states      these states carried over the rows (twin in ops.py: pass_states)
+  ssd_scan      all rows of all sequences at once, each from the state that the rows before it leave
+  pass_states   states carried over the rows of a sequence, or their gradients carried back
 
-A module of its own, beside the scan: a row's outputs come from kernels.py, given the state that it
-starts from, and with a single row nothing here runs.
-
-Without a GPU, Triton's interpreter tests it:    python -m pytest tests/test_kernels.py -k state
-Time it on one, as a part of the scan:           python bench.py ops --only=['scan']
+A module of its own, beside the scan of single rows in kernels.py, which is all that noisy blocks
+need. Without a GPU, Triton's interpreter tests it:    python -m pytest tests/test_kernels.py -k state
+Time it on one, as a part of the scan:                 python bench.py ops --only=['scan']
 """
-from typing import Tuple
+from typing import Optional, Tuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import (LOG2E, differentiable, dot, like, load2, operator, place, room_for_final,
-                     rowwise, settings, store2, strides, walk)
+import kernels
+from kernels import LOG2E, like, operator, rowwise
 
-FILL = 1024  # programs wanted of the scan's backward; to get there, heads split
 PASS = 1024  # elements of a state, e = p n of them, per program that carries states
 
 
 # ----------------------------------------------------------------------------------------------
-# What a row leaves behind: the scan without its outputs, as kernels.py walks it.
+# States over the c rows of a sequence, read once and written once:
+#
+#     S_0 = initial           S_{i+1} = e^{log_decay_i} S_i + local_i
+#     G_c = dstates_c         G_i     = e^{log_decay_i} G_{i+1} + local_i + dstates_i
+#
+# Forward, local_i is what row i alone leaves behind. Back, G is the gradient of S, dstates the part
+# of it that comes from who reads the states, and local_i what the outputs of row i give the state
+# that it starts from.
 
 @triton.jit
-def states_backward_kernel(x, dt, A, B, ds, dx, xgb, dB, l, h, heads,
-                           sxr, sxl, sxh, sdr, sdl, sdh, sBr, sBl,
-                           n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
-    """dx and dB of one (row, chunk) and some heads, G being the gradient `ds` of the row's end:
-        d(dt_j x_j) = e^{a_l - a_j} G B_j        dB_j = sum_heads e^{a_l - a_j} dt_j G x_j
-    `xgb` (r, l, h) gets x_j.d(dt_j x_j), of which the caller makes ddt and dA."""
-    row, c = (tl.program_id(0) // tl.cdiv(l, q)).to(tl.int64), tl.program_id(0) % tl.cdiv(l, q)
-    kn, kp = tl.arange(0, n), tl.arange(0, p)
-    first, step, ok = place(c, l, q)
-    bq = load2(B + row * sBr, first, step, ok, sBl, kn)
-    db = tl.zeros((q, n), tl.float32)
-    for head in range(tl.program_id(1) * heads, min((tl.program_id(1) + 1) * heads, h)):
-        xq = load2(x + row * sxr + head * sxh, first, step, ok, sxl, kp)
-        g = tl.load(ds + (row * h + head) * p * n + kp[:, None] * n + kn[None, :]).to(xq.dtype)
-        dt_head = dt + row * sdr + head * sdh
-        dtq = tl.load(dt_head + first * sdl + step * sdl, mask=ok, other=0.0)
-        left = tl.zeros((q,), tl.float32)  # the row's remaining chunks
-        for k in range(c + 1, tl.cdiv(l, q)):
-            first_k, step_k, ok_k = place(k, l, q)
-            left += tl.load(dt_head + first_k * sdl + step_k * sdl, mask=ok_k, other=0.0)
-        a_head = tl.load(A + head) * LOG2E
-        to_end = tl.exp2((tl.sum(dtq + left) - tl.cumsum(dtq)) * a_head)
-        gb = dot(bq, tl.trans(g)) * to_end[:, None]  # (q, p)
-        db += dot(xq, g) * (dtq * to_end)[:, None]
-        out = (row * l + first) * h + head
-        store2(dx + out * p, step, ok, h * p, kp, gb * dtq[:, None])
-        tl.store(xgb + out + step * h, tl.sum(xq.to(tl.float32) * gb, 1), mask=ok)
-    r = (tl.num_programs(0) // tl.cdiv(l, q)).to(tl.int64)
-    store2(dB + ((tl.program_id(1) * r + row) * l + first) * n, step, ok, n, kn, db)
-
-
-def head_groups(r, l, h, q):
-    """Rows and chunks too few to fill the GPU: cut the heads in groups too.
-    -> programs, groups, heads per group"""
-    programs = r * triton.cdiv(l, q)
-    heads = triton.cdiv(h, min(h, max(1, FILL // programs)))
-    return programs, triton.cdiv(h, heads), heads
-
-
-def group_sums(groups, like):
-    """Room for a gradient that each group of heads adds to; a single one writes its final dtype."""
-    return like.new_empty(groups, *like.shape, dtype=like.dtype if groups == 1 else torch.float32)
-
-
-def summed(parts, like):
-    return parts[0] if len(parts) == 1 else parts.sum(0).to(like.dtype)
-
-
-@operator(lambda x, dt, A, B: room_for_final(x, B))
-def ssd_row_states_forward(x: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> Tensor:
-    final = room_for_final(x, B)
-    walk(x, dt, A, B, final=final)
-    return final
-
-
-@operator(lambda ds, *inputs: like(*inputs))
-def ssd_row_states_backward(ds: Tensor, x: Tensor, dt: Tensor, A: Tensor,
-                            B: Tensor) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    (r, l, h, p), (dx, xgb) = x.shape, like(x, dt)
-    programs, groups, heads = head_groups(r, l, h, settings("states_backward", x)["q"])
-    dB = group_sums(groups, B)
-    states_backward_kernel[(programs, groups)](
-        x, dt, A, B, ds.contiguous(), dx, xgb, dB, l, h, heads, *strides(x, 3), *strides(dt, 3),
-        *strides(B, 2), n=B.shape[-1], p=p, **settings("states_backward", x))
-    dlog = (dt * xgb).cumsum(1) - dt * xgb  # dt_i A decays what the tokens before i left
-    return dx, xgb + A * dlog, (dt * dlog).sum((0, 1)), summed(dB, B)
-
-
-differentiable(ssd_row_states_forward, ssd_row_states_backward)
-
-
-def ssd_row_states(x, dt, A, B):
-    """-> (r, h, p, n) fp32: the state each row ends in, from zeros. Shapes as in `ssd_rows`."""
-    return ssd_row_states_forward(rowwise(x), dt, A, rowwise(B))
-
-
-# ----------------------------------------------------------------------------------------------
-# States over rows: out_0 = initial, out_{i+1} = e^{log_decay_i} out_i + local_i. Everything is read
-# once and written once, and only the states themselves are kept for the backward.
-
-@triton.jit
-def pass_kernel(local, log_decay, initial, states, c, h, e, E: tl.constexpr):
+def pass_kernel(local, log_decay, first, dstates, states, c, h, e, E: tl.constexpr,
+                BACK: tl.constexpr):
     """One (batch, head) and E elements of its state, which never meet."""
     b, head = (tl.program_id(0) // h).to(tl.int64), tl.program_id(0) % h
     k = tl.program_id(1) * E + tl.arange(0, E)
-    s = tl.load(initial + (b * h + head) * e + k, mask=k < e)
-    tl.store(states + (b * (c + 1) * h + head) * e + k, s, mask=k < e)
-    for i in range(c):
-        at = (b * c + i) * h + head
-        decay = tl.exp2(tl.load(log_decay + at) * LOG2E)
-        s = s * decay + tl.load(local + at * e + k, mask=k < e)
-        tl.store(states + (at + (b + 1) * h) * e + k, s, mask=k < e)
+    states, at = states + b * (c + 1) * h * e + k, head * e
+    if dstates is not None:
+        dstates += b * (c + 1) * h * e + k
+    s = tl.zeros((E,), tl.float32)
+    if first is not None:
+        s += tl.load(first + (b * h + head) * e + k, mask=k < e)
+    for j in range(c + 1):
+        i = c - j if BACK else j  # the state, and for j > 0 the row beside it that is crossed
+        if j > 0:
+            row = (b * c + (i if BACK else i - 1)) * h + head
+            s *= tl.exp2(tl.load(log_decay + row) * LOG2E)
+            s += tl.load(local + row * e + k, mask=k < e)
+        if dstates is not None:
+            s += tl.load(dstates + at + i * h * e, mask=k < e)
+        tl.store(states + at + i * h * e, s, mask=k < e)
 
 
-@triton.jit
-def pass_backward_kernel(dstates, states, log_decay, dlocal, ddecay, dinitial, c, h, e,
-                         E: tl.constexpr):
-    """The adjoint loop: dlocal_i = G, then G' = e^{log_decay_i} G + dstates_i. `ddecay` (programs
-    per state, b, c, h) gets this program's share of <e^{log_decay_i} G, states_i>."""
-    b, head = (tl.program_id(0) // h).to(tl.int64), tl.program_id(0) % h
-    k = tl.program_id(1) * E + tl.arange(0, E)
-    g = tl.load(dstates + ((b * (c + 1) + c) * h + head) * e + k, mask=k < e, other=0.0)
-    ddecay += tl.program_id(1) * (tl.num_programs(0) * c).to(tl.int64)
-    for j in range(c):
-        at = (b * c + c - 1 - j) * h + head
-        tl.store(dlocal + at * e + k, g, mask=k < e)
-        s = tl.load(states + (at + b * h) * e + k, mask=k < e, other=0.0)
-        ds = tl.load(dstates + (at + b * h) * e + k, mask=k < e, other=0.0)
-        g *= tl.exp2(tl.load(log_decay + at) * LOG2E)
-        tl.store(ddecay + at, tl.sum(g * s))
-        g += ds
-    tl.store(dinitial + (b * h + head) * e + k, g, mask=k < e)
-
-
-def room_for_states(local):
-    b, c, *state = local.shape
-    return local.new_empty(b, c + 1, *state)
-
-
-@operator(lambda local, log_decay, initial: room_for_states(local))
-def pass_states(local: Tensor, log_decay: Tensor, initial: Tensor) -> Tensor:
-    """local (b, c, h, p, n), log_decay (b, c, h), initial (b, h, p, n), all fp32
-    -> (b, c + 1, h, p, n) fp32. Differentiable in all three."""
-    (b, c, h, p, n), states = local.shape, room_for_states(local)
+def pass_states(local, log_decay, first=None, dstates=None, back=False):
+    """local (b, c, h, p, n), log_decay (b, c, h), first (b, h, p, n) or None for zeros, dstates
+    (b, c + 1, h, p, n) or None for zeros, all fp32 -> (b, c + 1, h, p, n) fp32"""
+    b, c, h, p, n = local.shape
+    states = local.new_empty(b, c + 1, h, p, n)
+    local, log_decay, first, dstates = (
+        None if v is None else v.contiguous() for v in (local, log_decay, first, dstates))
     pass_kernel[b * h, triton.cdiv(p * n, PASS)](
-        local.contiguous(), log_decay.contiguous(), initial.contiguous(), states, c, h, p * n,
-        E=PASS)
+        local, log_decay, first, dstates, states, c, h, p * n, E=PASS, BACK=back)
     return states
 
 
-@operator(lambda dstates, states, log_decay: like(states[:, 1:], log_decay, states[:, 0]))
-def pass_states_backward(dstates: Tensor, states: Tensor,
-                         log_decay: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-    (b, c, h), (p, n) = log_decay.shape, states.shape[3:]
-    (dlocal, dinitial), programs = like(states[:, 1:], states[:, 0]), triton.cdiv(p * n, PASS)
-    ddecay = states.new_empty(programs, b, c, h)
-    pass_backward_kernel[b * h, programs](
-        dstates.contiguous(), states, log_decay.contiguous(), dlocal, ddecay, dinitial, c, h, p * n,
-        E=PASS)
-    return dlocal, ddecay.sum(0), dinitial
+# ----------------------------------------------------------------------------------------------
+# The scan
+
+def in_rows(row, *tensors):
+    """(b, s, ...) -> (b s / row, row, ...), views of tensors whose positions are evenly spaced"""
+    return tuple(v.unflatten(1, (-1, row)).flatten(0, 1) for v in tensors)
 
 
-pass_states.register_autograd(
-    lambda ctx, dstates: pass_states_backward(dstates, *ctx.saved_tensors),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output, inputs[1]))
+def row_log_decays(dt, A, row):
+    """-> (b, s / row, h)"""
+    return (dt * A).unflatten(1, (-1, row)).sum(2)
+
+
+def row_states(x, dt, A, B, s0, row):
+    """-> the states before every row and at the end (b, s / row + 1, h, p, n), from s0 or zeros"""
+    (b, s, h, p), n = x.shape, B.shape[-1]
+    local = x.new_empty(b, s // row, h, p, n, dtype=torch.float32)
+    kernels.walk(*in_rows(row, x, dt), A, *in_rows(row, B), final=local)
+    return pass_states(local, row_log_decays(dt, A, row), s0)
+
+
+def ssd_scan_backward_into(dx, dB, dC, dy, dstates, x, dt, A, B, C, D, states, row):
+    """Writes into dx, dB and dC, of any strides but the last. dstates may be None.
+    -> ddt, dA, dD and the gradient of the state that each sequence starts from"""
+    xs, dts, Bs, Cs, dys, dxs, dBs, dCs = in_rows(row, x, dt, B, C, dy, dx, dB, dC)
+    local = torch.empty_like(states[:, 1:])
+    kernels.walk(dys, dts, A, Cs, final=local, adjoint=True)
+    G = pass_states(local, row_log_decays(dt, A, row), None, dstates, back=True)
+    del local
+    ddt, dA, dD = kernels.ssd_rows_backward_into(
+        dxs, dBs, dCs, None, dys, xs, dts, A, Bs, Cs, D, states[:, :-1], G[:, 1:])
+    return ddt.view(dt.shape), dA, dD, G[:, 0]
+
+
+def room(x, B, row):
+    """y, and the states before every row and at the end"""
+    (b, s, h, p), n = x.shape, B.shape[-1]
+    return x.new_empty(x.shape), x.new_empty(b, s // row + 1, h, p, n, dtype=torch.float32)
+
+
+@operator(lambda x, dt, A, B, C, D, s0, row: room(x, B, row))
+def ssd_scan_forward(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
+                     s0: Optional[Tensor], row: int) -> Tuple[Tensor, Tensor]:
+    states = row_states(x, dt, A, B, s0, row)
+    y, _ = kernels.ssd_rows_forward(*in_rows(row, x, dt), A, *in_rows(row, B, C), D, states[:, :-1],
+                                    False)
+    return y.view(x.shape), states
+
+
+@operator(lambda dy, dstates, states, *inputs: like(*inputs[:7]))
+def ssd_scan_backward(
+        dy: Tensor, dstates: Tensor, states: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor,
+        C: Tensor, D: Tensor, s0: Optional[Tensor], row: int) -> Tuple[
+            Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dx, dB, dC = like(x, B, C)
+    ddt, dA, dD, ds0 = ssd_scan_backward_into(
+        dx, dB, dC, rowwise(dy), dstates, x, dt, A, B, C, D, states, row)
+    return dx, ddt, dA, dB, dC, dD, x.new_empty(0) if s0 is None else ds0.clone()
+
+
+def save(ctx, inputs, output):
+    *tensors, ctx.row = inputs
+    ctx.save_for_backward(output[1], *tensors)
+
+
+def backward(ctx, dy, dstates):
+    grads = ssd_scan_backward(dy, dstates, *ctx.saved_tensors, ctx.row)
+    return *(None if u is None else g for u, g in zip(ctx.saved_tensors[1:], grads)), None
+
+
+ssd_scan_forward.register_autograd(backward, setup_context=save)
+
+
+def ssd_scan(x, dt, A, B, C, D, s0, row):
+    """x (b, s, h, p), dt (b, s, h) fp32 and positive, A (h) fp32 and negative, B and C (b, s, n),
+    D (h) fp32, s0 (b, h, p, n) fp32 or None: zeros; row divides s. -> y like x, and the states
+    before every row and at the end (b, s / row + 1, h, p, n) fp32"""
+    return ssd_scan_forward(rowwise(x), dt, A, rowwise(B), rowwise(C), D, s0, row)

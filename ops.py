@@ -126,13 +126,9 @@ def _ssd_scan_triton(x, dt, A, B, C, D, initial_state, block_len, want_states):
         start = _initial(initial_state, x, B, torch.float32)
         y, final = kernels.ssd_rows(x, dt, A, B, C, D, start, return_final=True)
         return y, torch.stack([start, final], 1)
-    xs, dts, Bs, Cs = (v.unflatten(1, (-1, row)).flatten(0, 1) for v in (x, dt, B, C))
-    local = kernels_states.ssd_row_states(xs, dts, A, Bs).unflatten(0, (b, -1))  # (b, c, h, p, n)
-    log_decay = (dt * A).unflatten(1, (-1, row)).sum(2)                        # (b, c, h)
-    states = kernels_states.pass_states(local, log_decay, _initial(initial_state, x, B, torch.float32))
-    y = kernels.ssd_rows(xs, dts, A, Bs, Cs, D, states[:, :-1].flatten(0, 1))
-    every = block_len // row if block_len else states.size(1) - 1
-    return y.unflatten(0, (b, -1)).flatten(1, 2), states[:, ::every]
+    start = None if initial_state is None else initial_state.float()
+    y, states = kernels_states.ssd_scan(x, dt, A, B, C, D, start, row)
+    return y, states[:, ::block_len // row if block_len else s // row]
 
 
 def ssd_scan_both(x, dt, dt_bias, A, B, C, D, initial_state, chunk_len=128):
@@ -238,7 +234,13 @@ def conv_boundaries(u, initial, block_len):
 # The mixer around convolution and scan
 
 def gated_norm(y, z, weight):
-    """RMS norm of y * SiLU(z), statistics in fp32."""
+    """
+    RMS norm of y * SiLU(z), statistics in fp32. y and z (b, s, d), weight (d,); of two ways y and z
+    (b, s, 2, d), weight (2, d).
+    """
+    if KERNELS["mixer"] == "fused" and not torch.is_grad_enabled():
+        import kernels_mixer
+        return kernels_mixer.gated_norm(y.contiguous(), z, weight)
     y = (y * F.silu(z)).to(at_least_fp32(y.dtype))
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)
     return (y * weight).to(z.dtype)

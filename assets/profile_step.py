@@ -27,7 +27,7 @@ top = 20                                # kernels to print by name
 out = ""
 
 SCAN = ("forward_kernel", "tiles_kernel", "after_kernel", "before_kernel", "decays_kernel", "walk_kernel",
-        "states_backward_kernel", "pass_kernel", "pass_backward_kernel")
+        "pass_kernel")
 KINDS = {"products": ("nvjet", "gemm", "splitK", "cutlass"), "attention": ("flex", "attend", "combine_k"),
          "scan": SCAN, "convolution": ("conv_",), "gated norm": ("gated_norm",), "pointwise": ("triton_",)}
 

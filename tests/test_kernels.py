@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="needs Triton: pip install triton==3.6.0")
 import kernels  # noqa: E402
 import kernels_attention  # noqa: E402
 import kernels_conv  # noqa: E402
+import kernels_mixer  # noqa: E402
 import kernels_states  # noqa: E402
 import ops  # noqa: E402
 
@@ -89,12 +90,6 @@ def loop(**inputs):
     return ops.ssd_scan_ref(**inputs)[0]
 
 
-def compare_last_states(inputs, limit):
-    compare(lambda x, dt, A, B: kernels_states.ssd_row_states(x, dt, A, B),
-            lambda x, dt, A, B: ops.ssd_scan_ref(x, dt, A, B, B, torch.zeros_like(A))[1][:, -1],
-            {k: inputs[k] for k in ("x", "dt", "A", "B")}, limit)
-
-
 BY_TILES = pytest.mark.parametrize("few", [0, 1000], ids=["by_chunks", "by_tiles"])
 
 
@@ -107,7 +102,6 @@ def test_scan_kernels_equal_the_loop_with_all_gradients(
     monkeypatch.setattr(kernels, "FEW", few)
     inputs = scan_inputs(r, s, h, p, n, dtype, start)
     compare(rows, loop, inputs, LIMIT[dtype])
-    compare_last_states(inputs, LIMIT[dtype])
 
 
 @DTYPES
@@ -172,13 +166,6 @@ def test_strong_decay_stays_finite(monkeypatch, few):
     compare(rows, loop, inputs, 1e-3)
 
 
-@DTYPES
-@pytest.mark.parametrize("fill", [1, 4])
-def test_how_heads_split_over_programs_changes_no_gradient_of_states(monkeypatch, fill, dtype):
-    monkeypatch.setattr(kernels_states, "FILL", fill)
-    compare_last_states(scan_inputs(1, 70, 3, 32, 32, dtype), LIMIT[dtype])
-
-
 @pytest.mark.parametrize("s, block_len, start", [
     (96, 32, True), (128, 64, False), (64, None, 1), (96, 48, True)])    # 48: rows of 24, not of 32
 def test_dispatched_scan_equals_the_loop_with_boundary_states(monkeypatch, s, block_len, start):
@@ -190,10 +177,24 @@ def test_dispatched_scan_equals_the_loop_with_boundary_states(monkeypatch, s, bl
 
 
 @pytest.mark.parametrize("c", [1, 5])
-def test_states_pass_over_rows_with_all_gradients(c):
-    compare(kernels_states.pass_states, ops.pass_states, dict(
-        local=randn(2, c, 3, 8, 130), log_decay=-randn(2, c, 3).exp(),
-        initial=randn(2, 3, 8, 130)), 1e-5)
+def test_states_pass_over_rows_and_their_gradients_back(c):
+    local, log_decay, first = randn(2, c, 3, 8, 130), -randn(2, c, 3).exp(), randn(2, 3, 8, 130)
+    exact = [v.double().requires_grad_() for v in (local, log_decay, first)]
+    want = ops.pass_states(*exact)
+    assert error(kernels_states.pass_states(local, log_decay, first), want.detach()) < 1e-6
+    dstates, own = randn(2, c + 1, 3, 8, 130), randn(2, c, 3, 8, 130)
+    want.backward(torch.cat([own + dstates[:, :-1], dstates[:, -1:]], 1).double())
+    got = kernels_states.pass_states(own, log_decay, None, dstates, back=True)
+    assert error(got[:, 0], exact[2].grad) < 1e-6 and error(got[:, 1:], exact[0].grad) < 1e-6
+
+
+@DTYPES
+@pytest.mark.parametrize("b, s, row, h, p, n, start", [
+    (2, 96, 32, 2, 32, 64, True), (1, 200, 40, 3, 16, 64, False), (1, 128, 128, 1, 64, 128, True)])
+def test_scan_over_rows_has_all_gradients_of_outputs_and_states(b, s, row, h, p, n, start, dtype):
+    inputs = scan_inputs(b, s, h, p, n, dtype, start)
+    compare(lambda **v: kernels_states.ssd_scan(*v.values(), row),
+            lambda **v: ops.ssd_scan_ref(**v, block_len=row), inputs, LIMIT[dtype])
 
 
 @DTYPES
@@ -261,9 +262,8 @@ def test_kernels_compile_without_graph_breaks():
 
     def layer(x, dt, A, B, C, D, initial_state, u, weight, bias):
         x = x + kernels_conv.causal_conv(u, weight, bias).unflatten(-1, (1, 16))
-        local = kernels_states.ssd_row_states(x, dt, A, B)[:, None]
-        states = kernels_states.pass_states(local, dt.sum(1)[:, None] * A, initial_state)
-        return kernels.ssd_rows(x, dt, A, B, C, D, states[:, -1])
+        y, states = kernels_states.ssd_scan(x, dt, A, B, C, D, initial_state, 32)
+        return y + kernels.ssd_rows(x, dt, A, B, C, D, states[:, -1])
     compiled = torch.compile(layer, fullgraph=True, backend="inductor" if GPU else "aot_eager")
     grads = []
     for f in (layer, compiled):
@@ -275,16 +275,15 @@ def test_kernels_compile_without_graph_breaks():
 def test_operators_declare_the_shapes_that_they_return():
     scan, tests = scan_inputs(1, 20, 2, 16, 32), ("test_schema", "test_faketensor")
     x, dt, A, B, C, D, s0 = (v.contiguous() for v in scan.values())
-    states, u, w, bias = randn(1, 3, 2, 8, 16), randn(2, 9, 32), randn(32, 4), randn(32)
+    states, u, w, bias = randn(1, 3, 2, 16, 32), randn(2, 9, 32), randn(32, 4), randn(32)
     for op, args in (
             (kernels.ssd_rows_forward, (x, dt, A, B, C, D, s0, True)),
             (kernels.ssd_rows_backward, (x, x, dt, A, B, C, D, None)),
-            (kernels_states.ssd_row_states_forward, (x, dt, A, B)),
-            (kernels_states.ssd_row_states_backward, (s0, x, dt, A, B)),
-            (kernels_states.pass_states, (states, -dt[:, :3], states[:, 0])),
-            (kernels_states.pass_states_backward, (states, states, -dt[:, :2])),
+            (kernels_states.ssd_scan_forward, (x, dt, A, B, C, D, s0, 10)),
+            (kernels_states.ssd_scan_backward, (x, states, states, x, dt, A, B, C, D, None, 10)),
             (kernels_conv.causal_conv_forward, (u, w, bias, u[:, :3])),
             (kernels_conv.causal_conv_backward, (u, u, w, bias, u[:, :3])),
+            (kernels_mixer.gated_norm, (u, u, randn(32))),
             (kernels_attention.block_attention, attention_inputs([20], 16, 16, torch.float32))):
         torch.library.opcheck(op, args, test_utils=tests)
 
@@ -342,6 +341,16 @@ def test_mixer_and_its_gradients_are_the_plain_lines(
                 with torch.no_grad():
                     error = float((value.double() - exact[name]).norm() / exact[name].norm())
                 assert error < limit * (5 if name in ("A", "dt_bias") else 1), (name, error)   # sums that cancel
+
+
+@DTYPES
+@pytest.mark.parametrize("ways", [(), (2,)])
+def test_gated_norm_equals_its_twin_on_columns_of_a_wider_tensor(ways, dtype):
+    y, wide = randn(2, 5, *ways, 24).to(dtype), randn(2, 5, *ways, 40).to(dtype)
+    z, weight = wide[..., 3:27], randn(*ways, 24)
+    with torch.no_grad():
+        got, want = kernels_mixer.gated_norm(y, z, weight), ops.gated_norm(y.double(), z.double(), weight.double())
+    assert (got.double() - want).norm() < (1e-6 if dtype == torch.float32 else 1e-2) * want.norm()
 
 
 def test_mixer_leaves_less_behind_than_the_plain_lines(monkeypatch):
