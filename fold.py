@@ -15,6 +15,33 @@ import ops
 from model import BiMamba
 
 
+FEW_ROWS = 512                          # an active block and the one that is committed with its first step
+
+
+def linear_in_halves(x, weight, bias=None):
+    """F.linear. A product with few rows and a long sum leaves most of a GPU idle (256 x 4352 x 1088
+    takes an H200 10 us where its limit is 4), so the sum is cut in two; the addition of the halves
+    joins the additions that follow."""
+    rows, k = x.numel() // x.size(-1), x.size(-1)
+    if rows > FEW_ROWS or k % 2:
+        return F.linear(x, weight, bias)
+    halves = torch.bmm(x.reshape(rows, 2, k // 2).transpose(0, 1),
+                       weight.view(-1, 2, k // 2).permute(1, 2, 0))            # (2, rows, out)
+    y = halves.sum(0).view(*x.shape[:-1], -1)
+    return y if bias is None else y + bias
+
+
+class LinearInHalves(torch.nn.Module):
+    """Stands in for a Linear, with its weights."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x):
+        return linear_in_halves(x, self.weight, self.bias)
+
+
 class MergedMamba:
     """
     Both directions of a BiMamba as one mixer of double width: one projection in, one convolution, one
@@ -49,7 +76,7 @@ class MergedMamba:
         x, B, C = xBC.split([di, n, n], -1)                                    # (b, l, 2, .)
         y = ops.ssd_scan_both(x.unflatten(-1, (h, -1)), dt, self.dt_bias, self.A, B, C, self.D, ssm,
                               self.chunk_len)
-        return F.linear(ops.gated_norm(y.flatten(3), z, self.norm).flatten(2), self.w_out)
+        return linear_in_halves(ops.gated_norm(y.flatten(3), z, self.norm).flatten(2), self.w_out)
 
 
 @torch.no_grad()
@@ -79,7 +106,7 @@ def prepare_for_inference(model, dtype):
     """
     After this a model can be neither trained nor saved. Without timestep conditioning, the constant
     modulation goes into norms and projections; the two Mamba directions become one mixer; projections
-    and head get aligned widths; weights become dtype, but for A, dt and D. Returns the model.
+    and head get aligned widths, long sums are cut; weights become dtype, but for A, dt and D. Returns the model.
     """
     if not model.config.time_conditioning:
         c = model.condition(None)
@@ -92,6 +119,9 @@ def prepare_for_inference(model, dtype):
             if layer.mixer.reverse_scan:
                 layer.mixer.merged = MergedMamba(layer.mixer, dtype)
             layer.mixer.fwd.joined = layer.mixer.fwd.join_projections().to(dtype)
+        else:
+            layer.mixer.out_proj = LinearInHalves(layer.mixer.out_proj)
+        layer.mlp[2] = LinearInHalves(layer.mlp[2])
     pad = (0, 0, 0, -model.config.vocab_size % 64)
     model.head.weight = torch.nn.Parameter(F.pad(model.head.weight, pad))
     for name, p in model.named_parameters():

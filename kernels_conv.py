@@ -20,9 +20,9 @@ from torch import Tensor
 from kernels import differentiable, like, operator, rowwise, strides
 
 # For each channel, out_i = silu(a_i) with a_i = bias + sum_j weight_j u_{i-w+1+j}; `initial` holds
-# the w - 1 columns before u_0. Memory is what takes time. The forward reads u from it once, the
-# other shifts come from L1; the backward walks along the positions and keeps the last w of
-# everything in registers. Positions times strides within a row are 32-bit numbers.
+# the w - 1 columns before u_0. Memory is what takes time, so a program reads everything once: it
+# walks along the positions, the backward from the end, and keeps the last w of everything in
+# registers. Positions times strides within a row are 32-bit numbers.
 
 # Groups of w positions in a piece, pieces in a program, warps: measured on an H200. In the forward,
 # programs that run together read neighbouring channels, hence 455 -> 177 us at 65,536 positions.

@@ -305,7 +305,7 @@ def two_stream_masks(s, block_len, device):
     n_clean = s - block_len
     if n_clean == 0:
         return None, None
-    if KERNELS["two_stream"] == "flex" and block_len % FLEX_TILE == 0:
+    if KERNELS["two_stream"] != "sdpa" and block_len % FLEX_TILE == 0:
         return _flex_masks(s, block_len, device)
     at = torch.arange(n_clean + s, device=device)
     mask = two_stream_mask(at[:, None], at, block_len, n_clean)
@@ -322,6 +322,8 @@ def two_stream_attention(clean, noisy, masks):
     if masks[0] is None:
         return q_clean, F.scaled_dot_product_attention(q, k, v)
     k, v = torch.cat([k_clean, k], 2), torch.cat([v_clean, v], 2)
+    if KERNELS["two_stream"] == "cudnn" and not isinstance(masks[0], torch.Tensor) and q.element_size() == 2:
+        return _two_stream_cudnn(q_clean, q, k, v)
     out_clean = None if q_clean is None else _masked_attention(q_clean, k_clean, v_clean, masks[0])
     return out_clean, _masked_attention(q, k, v, masks[1])
 
@@ -330,6 +332,17 @@ def _masked_attention(q, k, v, mask):
     if isinstance(mask, torch.Tensor):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return _compiled_flex()(q, k, v, block_mask=mask, kernel_options=FLEX_OPTIONS)
+
+
+def _two_stream_cudnn(q_clean, q, k, v):
+    """The same with the keys and values of both streams; 16 bits on Hopper."""
+    import kernels_two_stream
+    n_clean, e = k.size(2) - q.size(2), q.size(3)
+    q = q if q_clean is None else torch.cat([q_clean, q], 2)
+    if e % 8:                                           # the library wants whole 16 bytes
+        q, k, v = (F.pad(u, (0, -e % 8)) for u in (q, k, v))
+    y = kernels_two_stream.two_stream(q, k, v, k.size(2) - 2 * n_clean, e ** -0.5)[..., :e]
+    return (None, y) if q_clean is None else (y[:, :, :n_clean], y[:, :, n_clean:])
 
 
 FLEX_TILE = 128                         # every tile of a block is wholly visible or not at all
@@ -493,10 +506,12 @@ def select_kernels(setting, device):
     fast, why = on_gpu, ""
     if on_gpu:
         try:
-            import kernels_mixer                        # noqa: F401, and with it the others
+            import kernels_mixer                        # noqa: F401, and with it most others
         except Exception as error:                      # a broken Triton fails in many ways
             fast, why = False, f" (no Triton: {type(error).__name__}: {error})"
+    # cuDNN's causal attention is much faster than flex on Hopper, where it was measured.
+    hopper = fast and torch.cuda.get_device_capability(device)[0] == 9 and torch.backends.cudnn.is_available()
     KERNELS.update(scan="triton" if fast else "torch", mixer="fused" if fast else "torch",
-                   cached="triton" if fast else "sdpa", two_stream="flex" if fast else "sdpa",
-                   cross_entropy="compiled" if fast else "torch")
+                   two_stream="cudnn" if hopper else "flex" if fast else "sdpa",
+                   cached="triton" if fast else "sdpa", cross_entropy="compiled" if fast else "torch")
     return "kernels: " + ", ".join(f"{name} {choice}" for name, choice in KERNELS.items()) + why

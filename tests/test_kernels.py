@@ -15,6 +15,7 @@ import kernels_attention  # noqa: E402
 import kernels_conv  # noqa: E402
 import kernels_mixer  # noqa: E402
 import kernels_states  # noqa: E402
+import kernels_two_stream  # noqa: E402
 import ops  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -214,6 +215,41 @@ def test_convolution_refuses_a_row_beyond_its_32_bit_offsets():
     kernels_conv.check_row(row)
     with pytest.raises(AssertionError, match="32 bits"):
         kernels_conv.check_row(row.as_strided(row.shape, (2 ** 31, 2 ** 15, 1)))
+
+
+def plain_causal(q, k, v, scale):
+    scores = (q.float() @ k.float().mT) * scale
+    scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf"))
+    return scores
+
+
+def plain_causal_forward(q, k, v, scale):
+    lse = plain_causal(q, k, v, scale).logsumexp(-1, True)
+    return ((plain_causal(q, k, v, scale) - lse).exp() @ v.float()).to(q.dtype), lse
+
+
+def plain_causal_backward(dout, q, k, v, out, lse, scale):
+    dout, out, (qf, kf, vf) = dout.float(), out.float(), (u.float() for u in (q, k, v))
+    p = (plain_causal(q, k, v, scale) - lse).exp()
+    ds = p * (dout @ vf.mT - (dout * out).sum(-1, True)) * scale
+    return [g.to(q.dtype) for g in (ds @ kf, ds.mT @ qf, p.mT @ dout)]
+
+
+@DTYPES
+@pytest.mark.parametrize("blocks, l, e, clean", [(3, 128, 64, True), (2, 64, 56, True), (3, 64, 16, False)])
+def test_two_stream_kernels_equal_attention_under_the_mask(monkeypatch, blocks, l, e, clean, dtype):
+    """On a GPU in bf16 with cuDNN's causal attention, else with a plain one."""
+    if not GPU or dtype == torch.float32:
+        monkeypatch.setattr(kernels_two_stream, "causal_forward", plain_causal_forward)
+        monkeypatch.setattr(kernels_two_stream, "causal_backward", plain_causal_backward)
+    s, n = blocks * l, (blocks - 1) * l
+    at = torch.arange(n + s, device=DEVICE)
+    mask = ops.two_stream_mask(at[:, None], at, l, n)[0 if clean else n:]
+    q, k, v = (randn(2, n + s, 2, e, dtype=dtype).transpose(1, 2) for _ in range(3))
+    compare(lambda q, k, v: kernels_two_stream.two_stream(q, k, v, l, 0.3 * e ** -0.5),
+            lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=0.3 * e ** -0.5),
+            dict(q=q[:, :, 0 if clean else n:], k=k, v=v), LIMIT[dtype])
 
 
 def attention_inputs(lengths, l, d, dtype, h=2, cap=None, pad=0):
