@@ -14,7 +14,6 @@ import torch.nn.functional as F
 import ops
 from model import BiMamba
 
-
 FEW_ROWS = 512                          # an active block and the one that is committed with its first step
 
 
@@ -31,15 +30,36 @@ def linear_in_halves(x, weight, bias=None):
     return y if bias is None else y + bias
 
 
-class LinearInHalves(torch.nn.Module):
+class Replacement(torch.nn.Module):
     """Stands in for a Linear, with its weights."""
 
     def __init__(self, linear):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
 
+
+class LinearInHalves(Replacement):
     def forward(self, x):
         return linear_in_halves(x, self.weight, self.bias)
+
+
+@torch.library.custom_op("nanobdlm::linear_gelu", mutates_args=())
+def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """gelu(x W^T + b), the tanh form, with cuBLASLt doing the GELU: a pass less over the result."""
+    y = torch._addmm_activation(bias, x.reshape(-1, x.size(-1)), weight.t(), use_gelu=True)
+    return y.view(*x.shape[:-1], -1)
+
+
+linear_gelu.register_fake(lambda x, weight, bias: x.new_empty(*x.shape[:-1], len(weight)))
+
+
+class LinearGelu(Replacement):
+    """And for the GELU after it."""
+
+    def forward(self, x):
+        if x.is_cuda:
+            return linear_gelu(x, self.weight, self.bias)
+        return F.gelu(F.linear(x, self.weight, self.bias), approximate="tanh")
 
 
 class MergedMamba:
@@ -121,7 +141,8 @@ def prepare_for_inference(model, dtype):
             layer.mixer.fwd.joined = layer.mixer.fwd.join_projections().to(dtype)
         else:
             layer.mixer.out_proj = LinearInHalves(layer.mixer.out_proj)
-        layer.mlp[2] = LinearInHalves(layer.mlp[2])
+        layer.mlp = torch.nn.Sequential(
+            LinearGelu(layer.mlp[0]), torch.nn.Identity(), LinearInHalves(layer.mlp[2]))
     pad = (0, 0, 0, -model.config.vocab_size % 64)
     model.head.weight = torch.nn.Parameter(F.pad(model.head.weight, pad))
     for name, p in model.named_parameters():

@@ -8,6 +8,7 @@ The heavy operations of a block-diffusion Mamba-2 / attention hybrid, each with 
   two_stream_attention  clean and noisy streams of the all-block objective, one mask function
   cached_attention      one chunk against a key/value cache and itself
   linear_cross_entropy  head and loss over masked positions, never holding (b, s, v) logits
+  gumbel_argmax         draws tokens from logits
 
 Everything here is a function of tensors; no parameters, no configuration, none of our other files.
 See it work:    python -m pytest tests/test_ops.py
@@ -339,8 +340,9 @@ def _two_stream_cudnn(q_clean, q, k, v):
     import kernels_two_stream
     n_clean, e = k.size(2) - q.size(2), q.size(3)
     q = q if q_clean is None else torch.cat([q_clean, q], 2)
-    if e % 8:                                           # the library wants whole 16 bytes
-        q, k, v = (F.pad(u, (0, -e % 8)) for u in (q, k, v))
+    wide = 1 << (e - 1).bit_length()                    # 52 or 56 columns are slower than 64
+    if wide > e:
+        q, k, v = (F.pad(u, (0, wide - e)) for u in (q, k, v))
     y = kernels_two_stream.two_stream(q, k, v, k.size(2) - 2 * n_clean, e ** -0.5)[..., :e]
     return (None, y) if q_clean is None else (y[:, :, :n_clean], y[:, :, n_clean:])
 
@@ -486,6 +488,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         d_hidden, d_head = ctx.saved_tensors
         return (grad * d_hidden).to(d_hidden.dtype), (grad * d_head).to(ctx.head_dtype), None, None, None
+
+
+# ----------------------------------------------------------------------------------------------
+# Sampling
+
+def gumbel_argmax(logits, u):
+    """Tokens (b, m) drawn from the softmax of logits (b, m, v), both fp64; u (b, m, v) uniforms."""
+    fast = KERNELS["cross_entropy"] == "compiled" and logits.is_cuda
+    return (_compiled_gumbel_argmax() if fast else _gumbel_argmax)(logits, u)
+
+
+def _gumbel_argmax(logits, u):
+    return (logits - torch.log(-torch.log(u))).argmax(-1)
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled_gumbel_argmax():
+    return torch.compile(_gumbel_argmax)
 
 
 # ----------------------------------------------------------------------------------------------

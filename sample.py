@@ -85,8 +85,9 @@ class Sampler:
     def uniform(self, *shape, device):
         """(b, *shape) fp64 uniforms, row i from generators[i]. fp32 noise would truncate the tail of
         the Gumbel distribution and sharpen samples (arXiv 2409.02908)."""
-        return torch.stack([torch.rand(*shape, generator=g, dtype=torch.float64, device=g.device)
-                            for g in self.generators]).to(device)
+        rows = [torch.rand(1, *shape, generator=g, dtype=torch.float64, device=g.device)
+                for g in self.generators]
+        return (rows[0] if len(rows) == 1 else torch.cat(rows)).to(device)
 
     def pick(self, logits):
         """Draws tokens (b, m) from logits (b, m, v) by Gumbel-argmax, after temperature and cuts."""
@@ -94,7 +95,7 @@ class Sampler:
             return logits.argmax(-1)
         logits = cut(logits.double() / self.temperature, self.top_k, self.top_p)
         u = self.uniform(*logits.shape[1:], device=logits.device)
-        return (logits - torch.log(-torch.log(u))).argmax(-1)
+        return ops.gumbel_argmax(logits, u)
 
 
 def cut(logits, top_k, top_p):
