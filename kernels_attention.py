@@ -165,7 +165,7 @@ def block_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor
                for x in (q, k_cache, v_cache, k_own, v_own))
     # Offsets into caches have 64 bits; those inside one row's block have 32.
     assert l * max(x.stride(1) for x in (q, k_own, v_own)) < 2 ** 31
-    D, least = max(16, triton.next_power_of_2(d)), 4
+    D, least = max(16, triton.next_power_of_2(d)), 2
     M, N, warps, stages = 128, 64, 4, 3         # swept on an H200: 440 TFLOP/s at 262,144 keys
     if q.dtype == torch.float32:                # exact fp32 products: for tests
         M, N, stages = 64, 32, 2

@@ -458,8 +458,10 @@ class BlockDiffusionLM(nn.Module):
 
     def logits(self, hidden):
         """(..., d) -> (..., v) in fp32. Substitution: the mask token's logit is minus infinity."""
-        out = F.linear(hidden, self.head.weight)[..., :self.config.mask_id]
-        return F.pad(out.to(ops.at_least_fp32(out.dtype)), (0, 1), value=float("-inf"))
+        out = F.linear(hidden, self.head.weight)        # of a prepared head some columns are padding
+        out = out.to(ops.at_least_fp32(out.dtype))
+        out[..., self.config.mask_id:] = float("-inf")
+        return out[..., :self.config.vocab_size]
 
     # -- training: every block at once --
 

@@ -8,7 +8,6 @@ The heavy operations of a block-diffusion Mamba-2 / attention hybrid, each with 
   two_stream_attention  clean and noisy streams of the all-block objective, one mask function
   cached_attention      one chunk against a key/value cache and itself
   linear_cross_entropy  head and loss over masked positions, never holding (b, s, v) logits
-  gumbel_argmax         draws tokens from logits
 
 Everything here is a function of tensors; no parameters, no configuration, none of our other files.
 See it work:    python -m pytest tests/test_ops.py
@@ -488,24 +487,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         d_hidden, d_head = ctx.saved_tensors
         return (grad * d_hidden).to(d_hidden.dtype), (grad * d_head).to(ctx.head_dtype), None, None, None
-
-
-# ----------------------------------------------------------------------------------------------
-# Sampling
-
-def gumbel_argmax(logits, u):
-    """Tokens (b, m) drawn from the softmax of logits (b, m, v), both fp64; u (b, m, v) uniforms."""
-    fast = KERNELS["cross_entropy"] == "compiled" and logits.is_cuda
-    return (_compiled_gumbel_argmax() if fast else _gumbel_argmax)(logits, u)
-
-
-def _gumbel_argmax(logits, u):
-    return (logits - torch.log(-torch.log(u))).argmax(-1)
-
-
-@functools.lru_cache(maxsize=1)
-def _compiled_gumbel_argmax():
-    return torch.compile(_gumbel_argmax)
 
 
 # ----------------------------------------------------------------------------------------------

@@ -82,20 +82,22 @@ class Sampler:
             raise ConfigError("there must be at least one sample, tokens_per_step at least 1, temperature "
                               "and top_k at least 0, and top_p in (0, 1]")
 
-    def uniform(self, *shape, device):
-        """(b, *shape) fp64 uniforms, row i from generators[i]. fp32 noise would truncate the tail of
-        the Gumbel distribution and sharpen samples (arXiv 2409.02908)."""
-        rows = [torch.rand(1, *shape, generator=g, dtype=torch.float64, device=g.device)
-                for g in self.generators]
+    def uniform(self, *shape, device, exponential=False):
+        """(b, *shape) fp64 uniforms, or exponential variates; row i from generators[i]."""
+        rows = [torch.empty(1, *shape, dtype=torch.float64, device=g.device) for g in self.generators]
+        for row, g in zip(rows, self.generators):
+            row.exponential_(generator=g) if exponential else row.uniform_(generator=g)
         return (rows[0] if len(rows) == 1 else torch.cat(rows)).to(device)
 
     def pick(self, logits):
-        """Draws tokens (b, m) from logits (b, m, v) by Gumbel-argmax, after temperature and cuts."""
+        """Draws tokens (b, m) from logits (b, m, v) after temperature and cuts, by Gumbel-argmax: minus
+        the log of an exponential variate is a Gumbel one. fp32 noise would truncate the tail of that
+        distribution and sharpen samples (arXiv 2409.02908)."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        logits = cut(logits.double() / self.temperature, self.top_k, self.top_p)
-        u = self.uniform(*logits.shape[1:], device=logits.device)
-        return ops.gumbel_argmax(logits, u)
+        logits = logits.double() if self.temperature == 1 else logits.double() / self.temperature
+        noise = self.uniform(*logits.shape[1:], device=logits.device, exponential=True)
+        return (cut(logits, self.top_k, self.top_p) - noise.log_()).argmax(-1)
 
 
 def cut(logits, top_k, top_p):
