@@ -28,7 +28,8 @@ out = ""
 
 SCAN = ("forward_kernel", "tiles_kernel", "after_kernel", "before_kernel", "decays_kernel", "walk_kernel",
         "pass_kernel")
-KINDS = {"products": ("nvjet", "gemm", "splitK", "cutlass"), "attention": ("flex", "attend", "combine_k"),
+ATTENTION = ("flex", "attend", "combine_k", "cudnn", "output_kernel", "queries_kernel", "keys_kernel")
+KINDS = {"products": ("nvjet", "gemm", "splitK", "cutlass"), "attention": ATTENTION,
          "scan": SCAN, "convolution": ("conv_",), "gated norm": ("gated_norm",), "pointwise": ("triton_",)}
 
 
