@@ -71,16 +71,17 @@ def synchronize(dev):
         torch.cuda.synchronize()
 
 
-def measure(step, dev):
+def measure(step, dev, in_a_row=1):
     """Median seconds of `iterations` calls after `warmup`, their spread (max - min) / median, and
-    seconds of the first call, which compiles."""
+    seconds of the first call, which compiles. A time is the mean of so many calls in a row."""
     times = []
     for _ in range(1 + warmup + iterations):
         synchronize(dev)
         start = time.perf_counter()
-        step()
+        for _ in range(in_a_row):
+            step()
         synchronize(dev)
-        times.append(time.perf_counter() - start)
+        times.append((time.perf_counter() - start) / in_a_row)
     counted = times[1 + warmup:]
     median = statistics.median(counted)
     return median, (max(counted) - min(counted)) / median, times[0]
@@ -90,7 +91,7 @@ def measured_ceilings(dev):
     """What "limit" means here: TFLOP/s of a product of two square matrices of random numbers (bf16
     on a GPU), and TB/s, read and written, of a copy."""
     def rate(work, f):
-        return 10 * work / measure(lambda: [f() for _ in range(10)], dev)[0]
+        return work / measure(f, dev, in_a_row=10)[0]
     on_gpu, a = dev.type == "cuda", torch.randn(512, 512, device=dev)
     source, target = torch.zeros(2, 2 ** (28 if on_gpu else 22), device=dev)
     flops = matmul_ceiling(dev) if on_gpu else rate(2 * 512 ** 3, lambda: a @ a)
@@ -283,7 +284,7 @@ def block_rows(model, dev, ladder):
         def block():
             cache.lengths.fill_(max(prefix - l, 0))     # the commit brings it to prefix
             decoder.decode(masks, prefix > 0, l)
-        found.append(measure(block, dev))
+        found.append(measure(block, dev, in_a_row=4))   # as in a generation, where none is waited for
     seconds, spread, first = zip(*found)
     about["capture_s"] += max(0, sum(first) - sum(seconds))         # eager steps compile there
     for length in ladder:
