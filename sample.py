@@ -12,7 +12,6 @@ eq. partial-reverse). All four models; a full-sequence model is one block as lon
 import codecs
 import dataclasses
 import functools
-import hashlib
 import os
 import sys
 import time
@@ -20,11 +19,12 @@ import time
 import torch
 
 import ops
-from checkpoint import load_model, save_atomically
+from checkpoint import load_model
 from configurator import ConfigError, configure
 from data import DataError, get_tokenizer
 from fold import prepare_for_inference
-from model import BlockDiffusionLM, Cache, ModelError, config_from_file
+from model import BlockDiffusionLM, ModelError, config_from_file
+from prefix import copy_row, load_prefix, read_prefix, save_prefix
 
 # ---------------------------------------------------------------------------------------------
 # Settings
@@ -214,77 +214,6 @@ def decode_block(xt, logits_fn, sampler, on_step=None):
 
     counts = (xt == sampler.mask_id).sum(1).tolist()
     return block.finish(lambda: block.reveal(logits_at), counts, on_step)
-
-
-# ---------------------------------------------------------------------------------------------
-# A prompt that is read once and continued many times
-
-@dataclasses.dataclass
-class Prefix:
-    """A prompt as a model has read it. The tokens behind the last whole block are not in the cache:
-    they are the known part of the first block that is generated."""
-    tokens: torch.Tensor                # (m,) int64, all of the prompt
-    cache: Cache                        # of one row, exactly as long as the prompt's whole blocks
-
-
-def copy_row(source, target):
-    """Makes the empty one-row cache `target` hold what the shorter or equal `source` holds."""
-    for theirs, mine in zip(source.layers, target.layers):
-        for a, b in zip(theirs, mine):
-            b[tuple(slice(n) for n in a.shape)].copy_(a)
-    target.lengths.copy_(source.lengths)
-
-
-def read_prefix(model, tokens, before=None):
-    """The Prefix of tokens (m,), after those of the Prefix `before` if there is one."""
-    tokens = tokens.cpu() if before is None else torch.cat([before.tokens, tokens.cpu()])
-    l = model.config.block_len
-    cache = model.new_cache(1, len(tokens) // l * l)
-    if before is not None:
-        copy_row(before.cache, cache)
-    held = int(cache.lengths)
-    model.prefill(tokens[None, held:cache.max_len].to(cache.lengths.device), cache)
-    return Prefix(tokens, cache)
-
-
-def fingerprint(model):
-    """sha256 of the configuration and of every weight as it is now, with its name and dtype. Weights
-    that were prepared on another kind of device differ in their last bits, and so do these."""
-    digest = hashlib.sha256(repr(model.config).encode())
-    for name, p in model.named_parameters():
-        digest.update(f"{name} {p.dtype} {tuple(p.shape)}".encode())
-        digest.update(p.detach().contiguous().view(torch.uint8).cpu().numpy())
-    return digest.hexdigest()
-
-
-def save_prefix(path, model, prefix):
-    """Writes a Prefix, atomically. Raises ModelError where that fails, or the model has no cache."""
-    if model.config.full_sequence:
-        raise ModelError("a full-sequence model has no prefix cache: give it the prompt itself")
-    layers = [tuple(part.cpu() for part in state) for state in prefix.cache.layers]
-    save_atomically(path, dict(format="nanobdlm-prefix-1", fingerprint=fingerprint(model),
-                               tokens=prefix.tokens, layers=layers))
-
-
-def load_prefix(path, model):
-    """Reads a Prefix as plain data, left on disk until it is copied. Raises ModelError if it is no
-    whole file of this kind, or was made by other weights, another configuration or another dtype."""
-    if model.config.full_sequence:
-        raise ModelError("a full-sequence model has no prefix cache: give it the prompt itself")
-    if not os.path.isfile(path):
-        raise ModelError(f"there is no saved cache at {path}; make one with --save_cache={path}")
-    try:
-        record = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if record["format"] != "nanobdlm-prefix-1":
-            raise KeyError(record["format"])
-    except Exception as error:
-        raise ModelError(f"{path} is not a whole saved cache (truncated or another format: "
-                         f"{type(error).__name__}); make it again with --save_cache") from error
-    if record["fingerprint"] != fingerprint(model):
-        raise ModelError(f"{path} was saved with other weights, another configuration, dtype or kind "
-                         f"of device; make it again with --save_cache")
-    held = len(record["tokens"]) // model.config.block_len * model.config.block_len
-    return Prefix(record["tokens"], Cache(record["layers"], torch.tensor([held]), held))
 
 
 # ---------------------------------------------------------------------------------------------
