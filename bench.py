@@ -308,7 +308,7 @@ def full_sequence_rows(model, dev, ladder):
     """Rows of a full-sequence model: L / p steps over a window of L tokens, each the same work."""
     for length in ladder:
         row = dict(length=length, how="step x L / p")
-        release()                                       # dynamo counts the lengths it compiled for
+        release()                                       # dynamo compiles a function for few lengths only
         with noting(row):
             decoder, about = new_decoder(model, model.new_cache(1, 0, length), length)
             def step():

@@ -1,7 +1,8 @@
 """
-Weights rewritten for generation: exact savings that training cannot have. After `prepare_for_inference`
-the constant modulation of models without timestep conditioning is part of norms and projections, and
-the two directions of a Mamba layer (eq. partial-reverse) are one mixer of double width.
+Weights and products rearranged for generation: savings that training cannot have, equal up to rounding.
+After `prepare_for_inference` the constant modulation of models without timestep conditioning is part of
+norms and projections, the two directions of a Mamba layer (eq. partial-reverse) are one mixer of double
+width, and products of few rows have forms that a GPU is faster at.
 
 A file of its own, because nobody needs it to understand how text is generated.
 
@@ -17,16 +18,22 @@ from model import BiMamba
 FEW_ROWS = 512                          # an active block and the one that is committed with its first step
 
 
-def linear_in_halves(x, weight, bias=None):
-    """F.linear. A product with few rows and a long sum leaves most of a GPU idle (256 x 4352 x 1088
-    takes an H200 10 us where its limit is 4), so the sum is cut in two; the addition of the halves
-    joins the additions that follow."""
+def linear_in_halves(x, weight):
+    """F.linear without a bias. A product with few rows and a long sum leaves most of a GPU idle (256 x
+    4352 x 1088 takes an H200 10 us where its limit is 4), so the sum is cut in two; the addition of the
+    halves joins the additions that follow."""
     rows, k = x.numel() // x.size(-1), x.size(-1)
-    if rows > FEW_ROWS or k % 2:
-        return F.linear(x, weight, bias)
     halves = torch.bmm(x.reshape(rows, 2, k // 2).transpose(0, 1),
                        weight.view(-1, 2, k // 2).permute(1, 2, 0))            # (2, rows, out)
-    y = halves.sum(0).view(*x.shape[:-1], -1)
+    return halves.sum(0).view(*x.shape[:-1], -1)
+
+
+def linear(x, weight, bias=None):
+    """F.linear, in halves where that is faster."""
+    k = x.size(-1)
+    if not x.is_cuda or x.numel() > FEW_ROWS * k or k % 2:
+        return F.linear(x, weight, bias)
+    y = linear_in_halves(x, weight)
     return y if bias is None else y + bias
 
 
@@ -39,8 +46,10 @@ class Replacement(torch.nn.Module):
 
 
 class LinearInHalves(Replacement):
+    """A Linear whose sum is cut, see above."""
+
     def forward(self, x):
-        return linear_in_halves(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 @torch.library.custom_op("nanobdlm::linear_gelu", mutates_args=())
@@ -54,7 +63,7 @@ linear_gelu.register_fake(lambda x, weight, bias: x.new_empty(*x.shape[:-1], len
 
 
 class LinearGelu(Replacement):
-    """And for the GELU after it."""
+    """A Linear and the tanh GELU after it, in one product."""
 
     def forward(self, x):
         if x.is_cuda:
@@ -96,7 +105,7 @@ class MergedMamba:
         x, B, C = xBC.split([di, n, n], -1)                                    # (b, l, 2, .)
         y = ops.ssd_scan_both(x.unflatten(-1, (h, -1)), dt, self.dt_bias, self.A, B, C, self.D, ssm,
                               self.chunk_len)
-        return linear_in_halves(ops.gated_norm(y.flatten(3), z, self.norm).flatten(2), self.w_out)
+        return linear(ops.gated_norm(y.flatten(3), z, self.norm).flatten(2), self.w_out)
 
 
 @torch.no_grad()
@@ -141,7 +150,7 @@ def prepare_for_inference(model, dtype):
             layer.mixer.fwd.joined = layer.mixer.fwd.join_projections().to(dtype)
         else:
             layer.mixer.out_proj = LinearInHalves(layer.mixer.out_proj)
-        layer.mlp = torch.nn.Sequential(
+        layer.mlp = torch.nn.Sequential(                # with the same names for the same weights
             LinearGelu(layer.mlp[0]), torch.nn.Identity(), LinearInHalves(layer.mlp[2]))
     pad = (0, 0, 0, -model.config.vocab_size % 64)
     model.head.weight = torch.nn.Parameter(F.pad(model.head.weight, pad))

@@ -7,7 +7,7 @@ Triton kernels of the scan (paper, eq. mamba-scan-background) and helpers that a
 A module of its own, because nobody needs it to read or to run the model: Triton comes with torch's
 CUDA build, and without it ops.py never imports this file. What passes between rows is in
 kernels_states.py, the convolution in kernels_conv.py, a whole mixer in kernels_mixer.py, attention
-in kernels_attention.py.
+in kernels_two_stream.py (training) and kernels_attention.py (generation).
 
 Without a GPU, Triton's interpreter tests it:    python -m pytest tests/test_kernels.py -k scan
 Time it on one:                                  python bench.py ops --only=['scan']
@@ -448,7 +448,7 @@ def ssd_rows_backward_into(dx, dB, dC, ds0, dy, x, dt, A, B, C, D, s0, dfinal=No
     """Writes into dx, dB and dC, of any strides but the last, and into ds0 unless that is None;
     dfinal, the gradient of the states that rows end in, is as s0. -> ddt, dA, dD"""
     (r, l, h, p), n, q = x.shape, B.shape[-1], settings("after", x)["q"]
-    dy, ddt = rowwise(dy), torch.empty_like(dt)
+    dy, ddt = rowwise(dy), dt.new_empty(dt.shape)
     chunks = triton.cdiv(l, q)
     S = x.new_empty(r, chunks, h, n, p)  # the state before each chunk, as dtype of x
     G = torch.empty_like(S)  # the gradient of the state after it

@@ -82,6 +82,8 @@ def gated_norm_backward_kernel(dout, y, z, weight, out, dy, dz, dweight, tokens,
 def gated_norm(y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
     """y (b, s, d) contiguous, z (b, s, d) columns of a contiguous tensor, weight (d) -> (b, s, d).
     Of two ways: y and z (b, s, 2, d), weight (2, d). No gradients."""
+    assert z.stride(-1) == 1 and (len(z) == 1 or z.stride(0) == z.shape[1] * z.stride(1)), (
+        "z must be columns of a contiguous tensor")
     out, d = torch.empty_like(y), y.shape[-1]
     ways, szw = (y.shape[2], z.stride(2)) if y.dim() == 4 else (1, 0)
     gated_norm_kernel[y.numel() // (d * ways), ways](
@@ -176,7 +178,7 @@ def scan_backward(dxBC, dy, xBC, dt, A, D, states, dstates, ssm, row):
     if states.numel():
         return kernels_states.ssd_scan_backward_into(
             dx, dB, dC, dy, dstates, x, dt, A, B, C, D, states, row)
-    dssm = None if ssm is None else torch.empty_like(ssm)
+    dssm = None if ssm is None else ssm.new_empty(ssm.shape)
     return *kernels.ssd_rows_backward_into(dx, dB, dC, dssm, dy, x, dt, A, B, C, D, ssm), dssm
 
 

@@ -44,7 +44,7 @@ def pass_kernel(local, log_decay, first, dstates, states, c, h, e, E: tl.constex
     if first is not None:
         s += tl.load(first + (b * h + head) * e + k, mask=k < e)
     for j in range(c + 1):
-        i = c - j if BACK else j  # the state, and for j > 0 the row beside it that is crossed
+        i = tl.cast(c - j if BACK else j, tl.int64)  # the state; for j > 0 a row beside it is crossed
         if j > 0:
             row = (b * c + (i if BACK else i - 1)) * h + head
             s *= tl.exp2(tl.load(log_decay + row) * LOG2E)
@@ -88,10 +88,11 @@ def row_states(x, dt, A, B, s0, row):
 
 
 def ssd_scan_backward_into(dx, dB, dC, dy, dstates, x, dt, A, B, C, D, states, row):
-    """Writes into dx, dB and dC, of any strides but the last. dstates may be None.
+    """Writes into dx, dB and dC, of evenly spaced positions. dstates may be None.
     -> ddt, dA, dD and the gradient of the state that each sequence starts from"""
-    xs, dts, Bs, Cs, dys, dxs, dBs, dCs = in_rows(row, x, dt, B, C, dy, dx, dB, dC)
-    local = torch.empty_like(states[:, 1:])
+    xs, dts, Bs, Cs, dys = in_rows(row, x, dt, B, C, dy)
+    dxs, dBs, dCs = (v.view(-1, row, *v.shape[2:]) for v in (dx, dB, dC))  # or an error, no copy
+    local = states.new_empty(states[:, 1:].shape)
     kernels.walk(dys, dts, A, Cs, final=local, adjoint=True)
     G = pass_states(local, row_log_decays(dt, A, row), None, dstates, back=True)
     del local
@@ -100,13 +101,12 @@ def ssd_scan_backward_into(dx, dB, dC, dy, dstates, x, dt, A, B, C, D, states, r
     return ddt.view(dt.shape), dA, dD, G[:, 0]
 
 
-def room(x, B, row):
-    """y, and the states before every row and at the end"""
+def fake_outputs(x, B, row):
     (b, s, h, p), n = x.shape, B.shape[-1]
     return x.new_empty(x.shape), x.new_empty(b, s // row + 1, h, p, n, dtype=torch.float32)
 
 
-@operator(lambda x, dt, A, B, C, D, s0, row: room(x, B, row))
+@operator(lambda x, dt, A, B, C, D, s0, row: fake_outputs(x, B, row))
 def ssd_scan_forward(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
                      s0: Optional[Tensor], row: int) -> Tuple[Tensor, Tensor]:
     states = row_states(x, dt, A, B, s0, row)

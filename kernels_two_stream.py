@@ -73,7 +73,8 @@ def store_rows(ptr, first, sl, values, T: tl.constexpr, e: tl.constexpr, E: tl.c
 def seen_by(first, n, nq, l):
     """Where T queries are and what they see: whether they are noisy, the first key of their square
     (if noisy), the clean token of the causal part that is level with them, and the end of their
-    triangle. The first noisy block sees no clean token: its last two are negative."""
+    triangle. The first noisy block sees no clean token: its last two are equal and negative, so that
+    loops over clean keys are empty."""
     noisy = first >= nq
     i = tl.where(noisy, first - nq, first)
     square = n + i // l * l
@@ -208,11 +209,14 @@ def sizes(q, k, block_len, scale):
     h, tokens = q.shape[1:3]
     n = (k.shape[2] - block_len) // 2  # k holds n clean and n + block_len noisy tokens
     nq = tokens - n - block_len
-    assert n % block_len == block_len % TILE == 0 and nq in (0, n)
+    assert n % block_len == block_len % TILE == 0 and nq in (0, n), (
+        "blocks are whole tiles; queries are of both streams or of the noisy one")
+    assert max(u.stride(2) for u in (q, k)) * k.shape[2] < 2 ** 31, (
+        "a head has too many tokens: offsets within it have 32 bits")
     return n, nq, (n, nq, tokens, scale * LOG2E.value, block_len, h)
 
 
-def shape(q):
+def launch(q):
     return dict(T=TILE, e=q.shape[3], E=triton.next_power_of_2(q.shape[3]), num_warps=4)
 
 
@@ -232,15 +236,15 @@ def alike(*tensors):
     token_major(q), q.new_empty(q.shape[:3], dtype=torch.float32)))
 def two_stream_forward(q: Tensor, k: Tensor, v: Tensor, block_len: int,
                        scale: float) -> Tuple[Tensor, Tensor]:
-    n, nq, known = sizes(q, k, block_len, scale)
+    n, nq, common = sizes(q, k, block_len, scale)
     k, v = alike(k, v)
     found = [causal_forward(qi, k[:, :, :n], v[:, :, :n], scale)
              for qi, in causal_parts(n, nq, block_len, q)]
     (clean, noisy), lses = alike(found[0][0], found[-1][0]), [f[1].contiguous() for f in found]
     out, lse = token_major(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     output_kernel[q.shape[2] // TILE, len(q) * q.shape[1]](
-        q, k, v, clean, lses[0], noisy, lses[-1], out, lse, *known, *strides(q, 3), *strides(k, 3),
-        *strides(noisy, 3), *strides(out, 3), **shape(q))
+        q, k, v, clean, lses[0], noisy, lses[-1], out, lse, *common, *strides(q, 3), *strides(k, 3),
+        *strides(noisy, 3), *strides(out, 3), **launch(q))
     return out, lse
 
 
@@ -253,7 +257,7 @@ def token_major(q):
 @operator(lambda dout, out, lse, q, k, v, *_: like(q, k, v))
 def two_stream_backward(dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
                         block_len: int, scale: float) -> Tuple[Tensor, Tensor, Tensor]:
-    n, nq, known = sizes(q, k, block_len, scale)
+    n, nq, common = sizes(q, k, block_len, scale)
     (k, v), dout, (dq, dk, dv) = alike(k, v), rowwise(dout), like(q, k, v)
     found = [causal_backward(di, qi, k[:, :, :n], v[:, :, :n], oi, zi.contiguous()[..., None], scale)
              for di, qi, oi, zi in causal_parts(n, nq, block_len, dout, q, out, lse)]
@@ -261,12 +265,12 @@ def two_stream_backward(dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Te
     parts = alike(*found[0][1:], *found[-1][1:])
     delta, rows = torch.empty_like(lse), len(q) * q.shape[1]
     queries_kernel[q.shape[2] // TILE, rows](
-        q, k, v, out, dout, lse, clean, noisy, delta, dq, *known, *strides(q, 3), *strides(k, 3),
+        q, k, v, out, dout, lse, clean, noisy, delta, dq, *common, *strides(q, 3), *strides(k, 3),
         *strides(out, 3), *strides(dout, 3), *strides(noisy, 3), *strides(dq, 3),
-        **shape(q))
+        **launch(q))
     keys_kernel[k.shape[2] // TILE, rows](
-        q, k, v, dout, lse, delta, *parts, dk, dv, *known, *strides(q, 3), *strides(k, 3),
-        *strides(dout, 3), *strides(parts[0], 3), *strides(dk, 3), **shape(q))
+        q, k, v, dout, lse, delta, *parts, dk, dv, *common, *strides(q, 3), *strides(k, 3),
+        *strides(dout, 3), *strides(parts[0], 3), *strides(dk, 3), **launch(q))
     return dq, dk, dv
 
 

@@ -322,7 +322,8 @@ def two_stream_attention(clean, noisy, masks):
     if masks[0] is None:
         return q_clean, F.scaled_dot_product_attention(q, k, v)
     k, v = torch.cat([k_clean, k], 2), torch.cat([v_clean, v], 2)
-    if KERNELS["two_stream"] == "cudnn" and not isinstance(masks[0], torch.Tensor) and q.element_size() == 2:
+    fits = not isinstance(masks[0], torch.Tensor) and q.element_size() == 2 and q.size(3) <= 128
+    if KERNELS["two_stream"] == "cudnn" and fits:
         return _two_stream_cudnn(q_clean, q, k, v)
     out_clean = None if q_clean is None else _masked_attention(q_clean, k_clean, v_clean, masks[0])
     return out_clean, _masked_attention(q, k, v, masks[1])
@@ -335,11 +336,12 @@ def _masked_attention(q, k, v, mask):
 
 
 def _two_stream_cudnn(q_clean, q, k, v):
-    """The same with the keys and values of both streams; 16 bits on Hopper."""
+    """two_stream_attention for 16 bits on Hopper. q_clean (b, h, n, e) or None, q (b, h, s, e); k and v
+    (b, h, n + s, e), clean tokens first."""
     import kernels_two_stream
     n_clean, e = k.size(2) - q.size(2), q.size(3)
     q = q if q_clean is None else torch.cat([q_clean, q], 2)
-    wide = 1 << (e - 1).bit_length()                    # 52 or 56 columns are slower than 64
+    wide = max(16, 1 << (e - 1).bit_length())           # 52 or 56 columns are slower than 64
     if wide > e:
         q, k, v = (F.pad(u, (0, wide - e)) for u in (q, k, v))
     y = kernels_two_stream.two_stream(q, k, v, k.size(2) - 2 * n_clean, e ** -0.5)[..., :e]
@@ -507,7 +509,9 @@ def select_kernels(setting, device):
     fast, why = on_gpu, ""
     if on_gpu:
         try:
-            import kernels_mixer                        # noqa: F401, and with it most others
+            import kernels_attention                    # noqa: F401
+            import kernels_mixer                        # noqa: F401, and with it the others
+            import kernels_two_stream                   # noqa: F401
         except Exception as error:                      # a broken Triton fails in many ways
             fast, why = False, f" (no Triton: {type(error).__name__}: {error})"
     # cuDNN's causal attention is much faster than flex on Hopper, where it was measured.

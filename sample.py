@@ -82,11 +82,11 @@ class Sampler:
             raise ConfigError("there must be at least one sample, tokens_per_step at least 1, temperature "
                               "and top_k at least 0, and top_p in (0, 1]")
 
-    def uniform(self, *shape, device, exponential=False):
-        """(b, *shape) fp64 uniforms, or exponential variates; row i from generators[i]."""
+    def draw(self, kind, *shape, device):
+        """(b, *shape) fp64, uniform or exponential variates by kind; row i from generators[i]."""
         rows = [torch.empty(1, *shape, dtype=torch.float64, device=g.device) for g in self.generators]
         for row, g in zip(rows, self.generators):
-            row.exponential_(generator=g) if exponential else row.uniform_(generator=g)
+            getattr(row, kind + "_")(generator=g)
         return (rows[0] if len(rows) == 1 else torch.cat(rows)).to(device)
 
     def pick(self, logits):
@@ -96,7 +96,7 @@ class Sampler:
         if self.temperature == 0:
             return logits.argmax(-1)
         logits = logits.double() if self.temperature == 1 else logits.double() / self.temperature
-        noise = self.uniform(*logits.shape[1:], device=logits.device, exponential=True)
+        noise = self.draw("exponential", *logits.shape[1:], device=logits.device)
         return (cut(logits, self.top_k, self.top_p) - noise.log_()).argmax(-1)
 
 
@@ -145,7 +145,7 @@ class ActiveBlock:
         masked = self.xt == sampler.mask_id
         self.t.copy_(masked.double().mean(1))
         if sampler.order in ("random", "first_hitting"):
-            ranks = sampler.uniform(l, device=self.xt.device)
+            ranks = sampler.draw("uniform", l, device=self.xt.device)
             self.order[:, :l] = ranks.masked_fill(~masked, 2).argsort(1)       # known tokens last
             self.order[:, l:] = self.order[:, :1]       # fills the last step up: known by then
 
@@ -155,7 +155,7 @@ class ActiveBlock:
         sampler, xt, at = self.sampler, self.xt, None
         masked = xt == sampler.mask_id
         if sampler.order == "first_hitting":            # the largest of m uniforms on (0, t)
-            u = sampler.uniform(1, device=xt.device)[:, 0]
+            u = sampler.draw("uniform", 1, device=xt.device)[:, 0]
             self.t *= u ** (1 / masked.sum(1).clamp(min=1))
         else:
             self.t.copy_(masked.double().mean(1))

@@ -10,6 +10,7 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="needs Triton: pip install triton==3.6.0")
 
+import fold  # noqa: E402
 import kernels  # noqa: E402
 import kernels_attention  # noqa: E402
 import kernels_conv  # noqa: E402
@@ -83,6 +84,11 @@ def scan_inputs(r, s, h, p, n, dtype=torch.float32, start=True):
                 initial_state=randn(r, h, p, n) if start else None)
 
 
+def turned(u):
+    """The same values in memory that is laid out the other way round."""
+    return u.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def rows(**inputs):
     return kernels.ssd_rows(*inputs.values())
 
@@ -114,6 +120,14 @@ def test_scan_over_several_chunks_has_all_gradients_at_every_size(monkeypatch, p
     compare(rows, loop, scan_inputs(r, s, h, p, n, dtype), LIMIT[dtype])
 
 
+def test_gradients_do_not_depend_on_the_layout_of_step_sizes_and_states():
+    inputs = scan_inputs(2, 40, 3, 16, 32)
+    inputs |= dict(dt=turned(inputs["dt"]), initial_state=inputs["initial_state"].transpose(0, 1).contiguous().transpose(0, 1))
+    compare(rows, loop, inputs, 1e-5)
+    compare(lambda **v: kernels_states.ssd_scan(*v.values(), 20),
+            lambda **v: ops.ssd_scan_ref(**v, block_len=20), inputs, 1e-5)
+
+
 @BY_TILES
 def test_rows_hand_their_last_state_on(monkeypatch, few):
     monkeypatch.setattr(kernels, "FEW", few)
@@ -132,8 +146,9 @@ def scan_both(x, dt, bias, A, B, C, D, s0):
 
 
 @DTYPES
-@pytest.mark.parametrize("l", [1, 70, 128])
-def test_both_ways_of_generation_equal_the_loop(l, dtype):
+@pytest.mark.parametrize("l, few", [(1, 4096), (70, 0), (128, 4096)])
+def test_both_ways_of_generation_equal_the_loop(monkeypatch, l, few, dtype):
+    monkeypatch.setattr(kernels_conv, "FEW", few)
     r, h, p, n = 2, 3, 16, 32
     x, B, C, dt = randn(r, l, 2, h * p + 2 * n + h, dtype=dtype).split([h * p, n, n, h], -1)
     inputs = (x.unflatten(-1, (h, p)), dt, randn(2, h) - 3, -torch.exp(randn(2, h)), B, C,
@@ -199,9 +214,11 @@ def test_scan_over_rows_has_all_gradients_of_outputs_and_states(b, s, row, h, p,
 
 
 @DTYPES
+@pytest.mark.parametrize("few", [0, 4096], ids=["long_walk", "short_walk"])
 @pytest.mark.parametrize("r, s, c, w, start", [
     (2, 70, 80, 4, True), (9, 64, 48, 4, False), (3, 2, 32, 4, True), (2, 60, 16, 3, True)])
-def test_convolution_equals_its_twin_with_all_gradients(r, s, c, w, start, dtype):
+def test_convolution_equals_its_twin_with_all_gradients(monkeypatch, r, s, c, w, start, few, dtype):
+    monkeypatch.setattr(kernels_conv, "FEW", few)
     u, initial = randn(r, s, c + 48, dtype=dtype), randn(r, 2 * w, 2 * c, dtype=dtype)
     inputs = dict(u=u[..., 16:16 + c], weight=randn(c, w), bias=randn(c),
                   initial=initial[:, 1:w, :c] if start else None)
@@ -250,6 +267,30 @@ def test_two_stream_kernels_equal_attention_under_the_mask(monkeypatch, blocks, 
             lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, scale=0.3 * e ** -0.5),
             dict(q=q[:, :, 0 if clean else n:], k=k, v=v), LIMIT[dtype])
+
+
+@pytest.mark.parametrize("e", [52, 64])
+@pytest.mark.parametrize("clean", [True, False])
+def test_two_stream_attention_by_kernels_equals_the_masked_one(monkeypatch, clean, e):
+    """As training calls it; head dimensions that are no powers of two are padded."""
+    if not GPU:
+        monkeypatch.setattr(kernels_two_stream, "causal_forward", plain_causal_forward)
+        monkeypatch.setattr(kernels_two_stream, "causal_backward", plain_causal_backward)
+    l, n, s = 128, 128, 256
+    inputs = {f"{name}{i}": randn(1, 2, m, e, dtype=torch.bfloat16)
+              for name, m in (("clean", n), ("noisy", s)) for i in range(3)}
+    if not clean:
+        inputs["clean0"] = None
+
+    def attend(choice, inputs):
+        monkeypatch.setitem(ops.KERNELS, "two_stream", choice)
+        q, k, v, *noisy = inputs.values()
+        out = ops.two_stream_attention((q, k, v), noisy, ops.two_stream_masks(s, l, DEVICE))
+        return out if clean else out[1]
+    calls, real = [], kernels_two_stream.two_stream
+    monkeypatch.setattr(kernels_two_stream, "two_stream", lambda *args: calls.append(1) or real(*args))
+    compare(lambda **v: attend("cudnn", v), lambda **v: attend("sdpa", v), inputs, 1e-2)
+    assert calls
 
 
 def attention_inputs(lengths, l, d, dtype, h=2, cap=None, pad=0):
@@ -308,7 +349,11 @@ def test_kernels_compile_without_graph_breaks():
     assert all(error(b, a.double()) < 1e-4 for a, b in zip(*grads))
 
 
-def test_operators_declare_the_shapes_that_they_return():
+def test_operators_declare_the_shapes_that_they_return(monkeypatch):
+    monkeypatch.setattr(kernels_two_stream, "causal_forward", plain_causal_forward)
+    monkeypatch.setattr(kernels_two_stream, "causal_backward", plain_causal_backward)
+    mixer = (*mixer_inputs(48, torch.float32, 2, True).values(), 48, 0)
+    y, empty, q = randn(2, 48, 48), randn(0), randn(1, 2, 192, 16)
     scan, tests = scan_inputs(1, 20, 2, 16, 32), ("test_schema", "test_faketensor")
     x, dt, A, B, C, D, s0 = (v.contiguous() for v in scan.values())
     states, u, w, bias = randn(1, 3, 2, 16, 32), randn(2, 9, 32), randn(32, 4), randn(32)
@@ -320,6 +365,11 @@ def test_operators_declare_the_shapes_that_they_return():
             (kernels_conv.causal_conv_forward, (u, w, bias, u[:, :3])),
             (kernels_conv.causal_conv_backward, (u, u, w, bias, u[:, :3])),
             (kernels_mixer.gated_norm, (u, u, randn(32))),
+            (kernels_mixer.mixer_forward, mixer),
+            (kernels_mixer.mixer_backward, (mixer[0][..., :24], None, None, y, empty, *mixer)),
+            (kernels_two_stream.two_stream_forward, (q, q, q, 64, 0.2)),
+            (kernels_two_stream.two_stream_backward, (q, q, q[..., 0].contiguous(), q, q, q, 64, 0.2)),
+            (fold.linear_gelu, (u, randn(48, 32), randn(48))),
             (kernels_attention.block_attention, attention_inputs([20], 16, 16, torch.float32))):
         torch.library.opcheck(op, args, test_utils=tests)
 
@@ -381,11 +431,15 @@ def test_mixer_and_its_gradients_are_the_plain_lines(
 
 @DTYPES
 @pytest.mark.parametrize("ways", [(), (2,)])
-def test_gated_norm_equals_its_twin_on_columns_of_a_wider_tensor(ways, dtype):
+def test_gated_norm_equals_its_twin_on_columns_of_a_wider_tensor(monkeypatch, ways, dtype):
     y, wide = randn(2, 5, *ways, 24).to(dtype), randn(2, 5, *ways, 40).to(dtype)
     z, weight = wide[..., 3:27], randn(*ways, 24)
+    want = ops.gated_norm(y.double(), z.double(), weight.double())
+    monkeypatch.setitem(ops.KERNELS, "mixer", "fused")
     with torch.no_grad():
-        got, want = kernels_mixer.gated_norm(y, z, weight), ops.gated_norm(y.double(), z.double(), weight.double())
+        got = ops.gated_norm(turned(y), z, weight)
+        with pytest.raises(AssertionError, match="contiguous"):
+            ops.gated_norm(y[:, :4], z[:, :4], weight)
     assert (got.double() - want).norm() < (1e-6 if dtype == torch.float32 else 1e-2) * want.norm()
 
 

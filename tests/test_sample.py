@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+import fold
 import sample
 from conftest import ARCHITECTURES, BLOCK_MODELS, make_model
 from model import ModelError
@@ -126,7 +127,7 @@ def test_where_graphs_cannot_be_had_the_same_steps_run_without_them_and_say_so_o
         with pytest.raises(ConfigError, match=message):
             run(engine)
     def broken(decoder):
-        decoder.sampler.uniform(3, device="cpu")        # draws that must not count
+        decoder.sampler.draw("uniform", 3, device="cpu")        # draws that must not count
         decoder.cache.lengths += 8
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
     monkeypatch.setattr(sample.BlockDecoder, "capture", broken)
@@ -159,6 +160,11 @@ def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_token_for_
     again = read_prefix(model, prompt[prompt_length:], prefix)
     alone = generate(model, [prompt[:0]], 21, make_sampler(model), prefix=again)
     assert torch.equal(alone.tokens[0], want[0])
+
+
+def test_a_product_in_halves_is_the_product():
+    x, weight = torch.randn(2, 3, 10, dtype=torch.float64), torch.randn(7, 10, dtype=torch.float64)
+    torch.testing.assert_close(fold.linear_in_halves(x, weight), x @ weight.T)
 
 
 def test_equal_prompts_are_read_once():
