@@ -11,8 +11,6 @@ Compilation, capture and warm-up are apart from the measurement; every run print
 versions and the kernels chosen, and ends in one JSON line. On a CPU: the same, small.
 """
 import contextlib
-import copy
-import functools
 import importlib
 import json
 import os
@@ -22,17 +20,15 @@ import statistics
 import subprocess
 import sys
 import time
-import unittest.mock
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 import ops
 from configurator import ConfigError, configure
 from model import BlockDiffusionLM, ModelError, config_from_file
+from operations import OPERATIONS, update
 from sample import Sampler, make_decoder, prepare_for_inference
 from train import Parallel, ShardedAdamW, matmul_ceiling, train_flops
 
@@ -192,12 +188,6 @@ def bench_train(parallel):
             config.seq_len = seq_len
         yield train_row(name, config, parallel, 1e12 * ceilings["matmul_tflops"])
     return run_all(parallel, models("350m", parallel.device), make_rows, format_train)
-
-
-def update(optimizer):
-    """Everything between the gradients and the next parameters."""
-    norm = optimizer.reduce()
-    optimizer.step(1e-4, (1.0 / (norm + 1e-6)).clamp(max=1.0))
 
 
 def train_row(name, config, parallel, ceiling):
@@ -364,25 +354,26 @@ def format_sample(r):
             f"{r['engine']}, compile and capture {r['capture_s']:.1f} s  {paper or ''}")
 
 
-# -- ops: each generator below makes its tensors and yields rows of `op_row` --
+# -- ops --
 def bench_ops(parallel):
     """Each heavy operation beside the library a user would otherwise pick and beside its limit."""
     dev = parallel.device
     if unknown := set(only) - set(OPERATIONS):
         raise ConfigError(f"there is no operation {unknown.pop()!r}, only {', '.join(OPERATIONS)}")
+    on_gpu = dev.type == "cuda"
     def make_rows(name, ceilings):
-        kind = dict(device=dev, dtype=torch.bfloat16 if dev.type == "cuda" else torch.float32)
-        for row in OPERATIONS[name](dev, dev.type == "cuda", kind):
+        kind = dict(device=dev, dtype=torch.bfloat16 if on_gpu else torch.float32)
+        for comparison in OPERATIONS[name](kind, on_gpu, on_gpu and compile):
+            row = op_row(dev, **comparison)
             row["limit_ms"] = limit_ms(row["flops"], row["bytes"], ceilings)
             row["of_limit"] = row["limit_ms"] / row.get("ms", float("inf"))
             yield row
     return run_all(parallel, only or OPERATIONS, make_rows, format_op, 3)
 
 
-def op_row(dev, name, ours, others, flops, nbytes, count=1, graph=True):
-    """One operation at one size. others: by name, what a user would otherwise pick, or the reason
-    why it is absent. A call does `count` operations of `flops` and `nbytes` each."""
-    row = dict(op=name, flops=flops, bytes=nbytes, **timed(ours, dev, count, graph), others={})
+def op_row(dev, op, ours, others, flops, nbytes, count=1, graph=True):
+    """A row of one comparison of operations.py: what is timed, and the fields as there."""
+    row = dict(op=op, flops=flops, bytes=nbytes, **timed(ours, dev, count, graph), others={})
     for name, f in others.items():
         other = row["others"][name] = timed(f, dev, count, graph)
         if "ms" in row and "ms" in other:
@@ -429,174 +420,6 @@ def format_op(r):
     return f"{r.get('op', r.get('config')):<41} {beside} | {ours}"
 
 
-def tensors(x):
-    return [v for v in (x if isinstance(x, (tuple, list)) else [x]) if torch.is_tensor(v)]
-
-
-def with_backward(f, inputs):
-    """A function that runs f and the gradients of all its tensor inputs."""
-    inputs = [x.detach().clone().requires_grad_() if torch.is_tensor(x) else x for x in inputs]
-    d_outputs = []
-    def step():
-        outputs = tensors(f(*inputs))
-        d_outputs[:] = d_outputs or [torch.randn_like(o) for o in outputs]
-        torch.autograd.grad(outputs, tensors(inputs), d_outputs)
-    return step
-
-
-def both_passes(dev, name, ours, others, flops):
-    """Rows of the forward pass, and of forward and backward. ours and others: (function, inputs).
-    Forward reads inputs and writes outputs; backward reads both and writes gradients of inputs. In
-    FLOPs backward is twice the forward, nothing recomputed."""
-    def forward(f, inputs):
-        return torch.no_grad()(lambda: f(*inputs))
-    read, written = (sum(v.nbytes for v in tensors(x)) for x in (ours[1], forward(*ours)()))
-    for what, wrap, work in (
-            ("forward", forward, (flops, read + written)),
-            ("forward + backward", with_backward, (3 * flops, 3 * read + 2 * written))):
-        rivals = {k: v if isinstance(v, str) else wrap(*v) for k, v in others.items()}
-        yield op_row(dev, f"{name}, {what}", wrap(*ours), rivals, *work)
-
-
-def library(load):
-    """What load() returns, or why it cannot: a build for another torch fails in many ways."""
-    try:
-        return load()
-    except Exception as error:
-        return "not installed" if isinstance(error, ImportError) else f"broken: {error!r:.60}"
-
-
-def scan_rows(dev, big, kind):
-    """The forms of training: one clean scan that hands out a state per block, and one row per noisy
-    block from its state. mamba-ssm returns the last state alone, so its clean scan does less."""
-    def load():
-        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-        return lambda x, dt, A, B, C, D, state, *_: mamba_chunk_scan_combined(
-            x, dt, A, B[:, :, None], C[:, :, None], 256, D=D, initial_states=state)
-    b, s, h, p, n, l = (8, 8192, 26, 64, 128, 256) if big else (1, 256, 2, 16, 16, 64)
-    scan = torch.compile(ops.ssd_scan, dynamic=False) if big and compile else ops.ssd_scan
-    def plain(*inputs):
-        with unittest.mock.patch.dict(ops.KERNELS, scan="torch"):
-            return scan(*inputs)
-    mamba_ssm = library(load)
-    for form, rows, m in (("clean stream", b, s - l), ("noisy rows", b * s // l, l)):
-        x, B, C = (torch.randn(rows, m, *w, **kind) for w in ((h, p), (n,), (n,)))
-        dt = 0.1 * torch.rand(rows, m, h, device=dev) + 0.001
-        A, D = -1 - 15 * torch.rand(h, device=dev), torch.ones(h, device=dev)
-        state = None if m > l else torch.randn(rows, h, p, n, device=dev)
-        inputs = (x, dt, A, B, C, D, state, l if m > l else None, 128, m > l)
-        flops = rows * m * (2 * 64 * n + 2 * 64 * h * p + 4 * n * h * p)       # chunks of 64
-        yield from both_passes(dev, f"scan, {form}", (scan, inputs), {
-            "mamba-ssm": mamba_ssm if isinstance(mamba_ssm, str) else (mamba_ssm, inputs),
-            "torch.compile of plain" if big else "plain torch": (plain, inputs)}, flops)
-
-
-def mixer_rows(dev, big, kind):
-    """A Mamba mixer over noisy blocks, from its projection to its output: one operator with one
-    backward beside the same lines, with the kernels of scan and convolution, under torch.compile."""
-    rows, l, h, p, n, d = (256, 256, 26, 64, 128, 832) if big else (2, 64, 2, 16, 16, 32)
-    di, c = h * p, h * p + 2 * n
-    def full(value, *shape):
-        return torch.full(shape, value, device=dev)
-    inputs = (torch.randn(rows, l, di + c + h, **kind), torch.randn(c, 4, device=dev) / 2,
-              full(0.0, c), full(-3.0, h), full(-1.5, h), full(1.0, h), full(1.0, di),
-              torch.randn(d, di, **kind) / 40, torch.randn(rows, 3, c, **kind),
-              torch.randn(rows, h, p, n, device=dev))
-
-    def by(choice):
-        def f(*inputs):
-            return ops.mamba_mixer(*inputs, want_states=False)[0]
-        f = torch.compile(f, dynamic=False) if big and compile else f
-
-        def run(*inputs):
-            with unittest.mock.patch.dict(ops.KERNELS, mixer=choice):
-                return f(*inputs)
-        return with_backward(run, inputs)
-    ours = "fused" if big else "torch"
-    flops = 3 * rows * l * (2 * 64 * n + 2 * 64 * di + 4 * n * di + 2 * di * d)
-    nbytes = 3 * sum(v.nbytes for v in inputs) + 2 * rows * l * d * inputs[0].element_size()
-    yield op_row(dev, "Mamba mixer, forward + backward", by(ours),
-                 {"the same lines": by("torch")}, flops, nbytes)
-
-
-def sdpa(dev, **options):
-    """Scaled dot product attention: both fast backends on a GPU, torch's choice elsewhere."""
-    def attend(backend, q, k, v):
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, **options)
-    kinds = {"SDPA": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]} if dev.type != "cuda" else {
-        "SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
-    return {name: functools.partial(attend, backend) for name, backend in kinds.items()}
-
-
-def two_stream_rows(dev, big, kind):
-    """Both streams see s^2 pairs a sequence. So do two sequences of s tokens under a causal mask,
-    which is what the library gets."""
-    b, h, s, e, l = (8, 14, 8192, 64, 256) if big else (1, 2, 256, 16, 64)
-    streams = [torch.randn(b, h, m, e, **kind) for m in 3 * [s - l] + 3 * [s]]
-    causal = torch.randn(3, 2 * b, h, s, e, **kind).unbind()
-    masks, work = ops.two_stream_masks(s, l, dev), 4 * b * h * e * s * s
-    def ours(*qkv):
-        return ops.two_stream_attention(qkv[:3], qkv[3:], masks)
-    others = {f"{k}, causal": (f, causal) for k, f in sdpa(dev, is_causal=True).items()}
-    yield from both_passes(dev, "two-stream attention", (ours, streams), others, work)
-
-
-def block_attention_rows(dev, big, kind):
-    """One block against a cache; the library is given keys that are already joined. Short caches
-    are many, as the layers of a model are, so that they do not stay in the GPU's L2."""
-    h, e, l = (18, 64, 256) if big else (2, 16, 32)
-    q, k, v = torch.randn(3, 1, h, l, e, **kind).unbind()
-    for n in [0, 1024, 16384, 65536, 262_144] if big else [0, 256]:
-        nbytes = 2 * q.nbytes + 2 * (n + l) * h * e * q.element_size()
-        count = max(1, min(32, 2 ** 28 // nbytes)) if big else 2
-        held = torch.full((1,), n, device=dev)
-        caches = torch.randn(count, 2, 1, h, max(n, l), e, **kind)
-        joined = [[torch.cat([c[i, :, :, :n], x], 2) for i, x in enumerate((k, v))] for c in caches]
-        def over_all(attend, pairs):
-            return torch.no_grad()(lambda: [attend(q, *pair) for pair in pairs])
-        def ours(q, keys, values):
-            return ops.cached_attention(q, k, v, keys, values, held, l)
-        yield op_row(dev, f"block attention, {n:,} keys", over_all(ours, caches),
-                     {name: over_all(f, joined) for name, f in sdpa(dev).items()},
-                     4 * l * (n + l) * h * e, nbytes, count)
-
-
-def cross_entropy_rows(dev, big, kind):
-    """Head and loss. Liger's has no weights of tokens, so it does less."""
-    def load():
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-        fused = LigerFusedLinearCrossEntropyLoss(reduction="sum")
-        return with_backward(lambda x, w: fused(w[:-1], x, target), (hidden, head))
-    m, d, v = (32768, 896, 50258) if big else (128, 32, 500)
-    hidden, head = torch.randn(m, d, **kind), 0.02 * torch.randn(v, d, **kind)
-    target, weight = torch.randint(0, v - 1, (m,), device=dev), torch.rand(m, device=dev) + 1
-    def of(f):
-        return with_backward(lambda x, w: f(x, w, target, weight), (hidden, head))
-    yield op_row(dev, "linear cross-entropy, forward + backward", of(ops.linear_cross_entropy), {
-        "F.cross_entropy on all logits": of(ops.linear_cross_entropy_ref), "Liger": library(load)},
-        6 * m * d * (v - 1), 3 * (hidden.nbytes + head.nbytes), graph=False)
-
-
-def adamw_rows(dev, big, kind):
-    """One step in fp32, gradient norm and clipping included: gradients are read twice, parameters
-    and both moments are read and written."""
-    model = BlockDiffusionLM(named_config("mamba_h_350m" if big else "laptop")).to(dev)
-    other = copy.deepcopy(model)
-    ours = ShardedAdamW(model, 1e-4, (0.9, 0.95), 0.1)
-    theirs = torch.optim.AdamW(other.param_groups(0.1), lr=1e-4, betas=(0.9, 0.95), fused=True)
-    for p, q in zip(model.parameters(), other.parameters()):
-        q.grad = p.grad.normal_().clone()
-    def step():
-        torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
-        theirs.step()
-    others, nbytes = {"torch AdamW(fused=True)": step}, 8 * 4 * model.n_params
-    yield op_row(dev, "AdamW step", lambda: update(ours), others, 0, nbytes, graph=False)
-
-
-OPERATIONS = dict(scan=scan_rows, mixer=mixer_rows, two_stream=two_stream_rows,
-                  cross_entropy=cross_entropy_rows, block_attention=block_attention_rows,
-                  adamw=adamw_rows)
 BENCHES = dict(train=bench_train, sample=bench_sample, ops=bench_ops)
 
 

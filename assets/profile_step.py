@@ -13,10 +13,11 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 import ops  # noqa: E402
-from bench import hardware, named_config, update  # noqa: E402
+from bench import hardware, named_config  # noqa: E402
 from configurator import configure  # noqa: E402
 from fold import prepare_for_inference  # noqa: E402
 from model import BlockDiffusionLM  # noqa: E402
+from operations import update  # noqa: E402
 from sample import Sampler, make_decoder  # noqa: E402
 from train import ShardedAdamW, pick_device  # noqa: E402
 

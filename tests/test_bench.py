@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import bench
+import operations
 from configurator import ConfigError, settings_of
 
 TINY = ["--device=cpu", "--warmup=0", "--iterations=1", "--micro_batch_size=1"]
@@ -105,12 +106,12 @@ def test_ops_sets_each_operation_beside_a_library_and_its_limit(capsys):
 
 
 def test_an_operation_that_fails_is_a_line_and_the_run_goes_on(capsys, monkeypatch):
-    def fails(dev, big, kind):
+    def fails(kind, big, compiled):
         def f():
             raise torch.OutOfMemoryError("no room")
-        yield bench.op_row(dev, "one that fails", f, {"other": lambda: None, "absent": "why"}, 1, 1)
+        yield operations.compared("one that fails", f, {"other": lambda: None, "absent": "why"}, 1, 1)
         raise torch.OutOfMemoryError("no room for inputs")
-    monkeypatch.setitem(bench.OPERATIONS, "fails", fails)
+    monkeypatch.setitem(operations.OPERATIONS, "fails", fails)
     bench.main(["ops", "--only=fails,adamw", *TINY])
     rows = last_line(capsys)["rows"]
     assert [r.get("op", r.get("config")) for r in rows] == ["one that fails", "fails", "AdamW step"]

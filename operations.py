@@ -1,0 +1,211 @@
+"""
+What `python bench.py ops` compares: each heavy operation at the sizes of 350M training, or of 700M
+generation, beside what a user would otherwise pick. A generator below makes its tensors and yields
+comparisons; bench.py times them and works out their limits.
+
+    python bench.py ops                         all of them
+    python bench.py ops --only=['scan']         one
+"""
+import copy
+import functools
+import os
+import unittest.mock
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import ops
+from model import BlockDiffusionLM, config_from_file
+from train import ShardedAdamW
+
+
+def compared(op, ours, others, flops, nbytes, count=1, graph=True):
+    """One operation at one size. ours: what to call. others: by name, what a user would otherwise
+    call, or the reason why it is absent. A call does `count` operations of `flops` and `nbytes`
+    each; graph: whether it can be a CUDA graph, which leaves the host's time out."""
+    return dict(op=op, ours=ours, others=others, flops=flops, nbytes=nbytes, count=count, graph=graph)
+
+
+def update(optimizer):
+    """Everything between the gradients and the next parameters."""
+    norm = optimizer.reduce()
+    optimizer.step(1e-4, (1.0 / (norm + 1e-6)).clamp(max=1.0))
+
+
+# ----------------------------------------------------------------------------------------------
+# Pieces
+
+def tensors(x):
+    return [v for v in (x if isinstance(x, (tuple, list)) else [x]) if torch.is_tensor(v)]
+
+
+def with_backward(f, inputs):
+    """A function that runs f and the gradients of all its tensor inputs."""
+    inputs = [x.detach().clone().requires_grad_() if torch.is_tensor(x) else x for x in inputs]
+    d_outputs = []
+    def step():
+        outputs = tensors(f(*inputs))
+        d_outputs[:] = d_outputs or [torch.randn_like(o) for o in outputs]
+        torch.autograd.grad(outputs, tensors(inputs), d_outputs)
+    return step
+
+
+def both_passes(name, ours, others, flops):
+    """Rows of the forward pass, and of forward and backward. ours and others: (function, inputs).
+    Forward reads inputs and writes outputs; backward reads both and writes gradients of inputs. In
+    FLOPs backward is twice the forward, nothing recomputed."""
+    def forward(f, inputs):
+        return torch.no_grad()(lambda: f(*inputs))
+    read, written = (sum(v.nbytes for v in tensors(x)) for x in (ours[1], forward(*ours)()))
+    for what, wrap, work in (
+            ("forward", forward, (flops, read + written)),
+            ("forward + backward", with_backward, (3 * flops, 3 * read + 2 * written))):
+        rivals = {k: v if isinstance(v, str) else wrap(*v) for k, v in others.items()}
+        yield compared(f"{name}, {what}", wrap(*ours), rivals, *work)
+
+
+def library(load):
+    """What load() returns, or why it cannot: a build for another torch fails in many ways."""
+    try:
+        return load()
+    except Exception as error:
+        return "not installed" if isinstance(error, ImportError) else f"broken: {error!r:.60}"
+
+
+# ----------------------------------------------------------------------------------------------
+# The operations, with tensors of `kind` (a device and a dtype): at full size (`big`) on a GPU, small
+# elsewhere. `compiled`: torch.compile what it can improve.
+
+def scan_rows(kind, big, compiled):
+    """The forms of training: one clean scan that hands out a state per block, and one row per noisy
+    block from its state. mamba-ssm returns the last state alone, so its clean scan does less."""
+    def load():
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+        return lambda x, dt, A, B, C, D, state, *_: mamba_chunk_scan_combined(
+            x, dt, A, B[:, :, None], C[:, :, None], 256, D=D, initial_states=state)
+    b, s, h, p, n, l = (8, 8192, 26, 64, 128, 256) if big else (1, 256, 2, 16, 16, 64)
+    scan = torch.compile(ops.ssd_scan, dynamic=False) if compiled else ops.ssd_scan
+    def plain(*inputs):
+        with unittest.mock.patch.dict(ops.KERNELS, scan="torch"):
+            return scan(*inputs)
+    mamba_ssm = library(load)
+    for form, rows, m in (("clean stream", b, s - l), ("noisy rows", b * s // l, l)):
+        x, B, C = (torch.randn(rows, m, *w, **kind) for w in ((h, p), (n,), (n,)))
+        dt = 0.1 * torch.rand(rows, m, h, device=kind["device"]) + 0.001
+        A, D = -1 - 15 * torch.rand(h, device=kind["device"]), torch.ones(h, device=kind["device"])
+        state = None if m > l else torch.randn(rows, h, p, n, device=kind["device"])
+        inputs = (x, dt, A, B, C, D, state, l if m > l else None, 128, m > l)
+        flops = rows * m * (2 * 64 * n + 2 * 64 * h * p + 4 * n * h * p)       # chunks of 64
+        yield from both_passes(f"scan, {form}", (scan, inputs), {
+            "mamba-ssm": mamba_ssm if isinstance(mamba_ssm, str) else (mamba_ssm, inputs),
+            "torch.compile of plain" if big else "plain torch": (plain, inputs)}, flops)
+
+
+def mixer_rows(kind, big, compiled):
+    """A Mamba mixer over noisy blocks, from its projection to its output: one operator with one
+    backward beside the same lines, with the kernels of scan and convolution, under torch.compile."""
+    rows, l, h, p, n, d = (256, 256, 26, 64, 128, 832) if big else (2, 64, 2, 16, 16, 32)
+    di, c = h * p, h * p + 2 * n
+    def full(value, *shape):
+        return torch.full(shape, value, device=kind["device"])
+    inputs = (torch.randn(rows, l, di + c + h, **kind), torch.randn(c, 4, device=kind["device"]) / 2,
+              full(0.0, c), full(-3.0, h), full(-1.5, h), full(1.0, h), full(1.0, di),
+              torch.randn(d, di, **kind) / 40, torch.randn(rows, 3, c, **kind),
+              torch.randn(rows, h, p, n, device=kind["device"]))
+
+    def by(choice):
+        def f(*inputs):
+            return ops.mamba_mixer(*inputs, want_states=False)[0]
+        f = torch.compile(f, dynamic=False) if compiled else f
+
+        def run(*inputs):
+            with unittest.mock.patch.dict(ops.KERNELS, mixer=choice):
+                return f(*inputs)
+        return with_backward(run, inputs)
+    ours = "fused" if big else "torch"
+    flops = 3 * rows * l * (2 * 64 * n + 2 * 64 * di + 4 * n * di + 2 * di * d)
+    nbytes = 3 * sum(v.nbytes for v in inputs) + 2 * rows * l * d * inputs[0].element_size()
+    yield compared("Mamba mixer, forward + backward", by(ours),
+                 {"the same lines": by("torch")}, flops, nbytes)
+
+
+def sdpa(big, **options):
+    """Scaled dot product attention: both fast backends on a GPU, torch's choice elsewhere."""
+    def attend(backend, q, k, v):
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, **options)
+    kinds = {"SDPA": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]} if not big else {
+        "SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
+    return {name: functools.partial(attend, backend) for name, backend in kinds.items()}
+
+
+def two_stream_rows(kind, big, compiled):
+    """Both streams see s^2 pairs a sequence. So do two sequences of s tokens under a causal mask,
+    which is what the library gets."""
+    b, h, s, e, l = (8, 14, 8192, 64, 256) if big else (1, 2, 256, 16, 64)
+    streams = [torch.randn(b, h, m, e, **kind) for m in 3 * [s - l] + 3 * [s]]
+    causal = torch.randn(3, 2 * b, h, s, e, **kind).unbind()
+    masks, work = ops.two_stream_masks(s, l, kind["device"]), 4 * b * h * e * s * s
+    def ours(*qkv):
+        return ops.two_stream_attention(qkv[:3], qkv[3:], masks)
+    others = {f"{k}, causal": (f, causal) for k, f in sdpa(big, is_causal=True).items()}
+    yield from both_passes("two-stream attention", (ours, streams), others, work)
+
+
+def block_attention_rows(kind, big, compiled):
+    """One block against a cache; the library is given keys that are already joined. Short caches
+    are many, as the layers of a model are, so that they do not stay in the GPU's L2."""
+    h, e, l = (18, 64, 256) if big else (2, 16, 32)
+    q, k, v = torch.randn(3, 1, h, l, e, **kind).unbind()
+    for n in [0, 1024, 16384, 65536, 262_144] if big else [0, 256]:
+        nbytes = 2 * q.nbytes + 2 * (n + l) * h * e * q.element_size()
+        count = max(1, min(32, 2 ** 28 // nbytes)) if big else 2
+        held = torch.full((1,), n, device=kind["device"])
+        caches = torch.randn(count, 2, 1, h, max(n, l), e, **kind)
+        joined = [[torch.cat([c[i, :, :, :n], x], 2) for i, x in enumerate((k, v))] for c in caches]
+        def over_all(attend, pairs):
+            return torch.no_grad()(lambda: [attend(q, *pair) for pair in pairs])
+        def ours(q, keys, values):
+            return ops.cached_attention(q, k, v, keys, values, held, l)
+        yield compared(f"block attention, {n:,} keys", over_all(ours, caches),
+                     {name: over_all(f, joined) for name, f in sdpa(big).items()},
+                     4 * l * (n + l) * h * e, nbytes, count)
+
+
+def cross_entropy_rows(kind, big, compiled):
+    """Head and loss. Liger's has no weights of tokens, so it does less."""
+    def load():
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+        fused = LigerFusedLinearCrossEntropyLoss(reduction="sum")
+        return with_backward(lambda x, w: fused(w[:-1], x, target), (hidden, head))
+    m, d, v = (32768, 896, 50258) if big else (128, 32, 500)
+    hidden, head = torch.randn(m, d, **kind), 0.02 * torch.randn(v, d, **kind)
+    target, weight = torch.randint(0, v - 1, (m,), device=kind["device"]), torch.rand(m, device=kind["device"]) + 1
+    def of(f):
+        return with_backward(lambda x, w: f(x, w, target, weight), (hidden, head))
+    yield compared("linear cross-entropy, forward + backward", of(ops.linear_cross_entropy), {
+        "F.cross_entropy on all logits": of(ops.linear_cross_entropy_ref), "Liger": library(load)},
+        6 * m * d * (v - 1), 3 * (hidden.nbytes + head.nbytes), graph=False)
+
+
+def adamw_rows(kind, big, compiled):
+    """One step in fp32, gradient norm and clipping included: gradients are read twice, parameters
+    and both moments are read and written."""
+    path = os.path.join(os.path.dirname(__file__), "config", "mamba_h_350m.py" if big else "laptop.py")
+    model = BlockDiffusionLM(config_from_file(path)).to(kind["device"])
+    other = copy.deepcopy(model)
+    ours = ShardedAdamW(model, 1e-4, (0.9, 0.95), 0.1)
+    theirs = torch.optim.AdamW(other.param_groups(0.1), lr=1e-4, betas=(0.9, 0.95), fused=True)
+    for p, q in zip(model.parameters(), other.parameters()):
+        q.grad = p.grad.normal_().clone()
+    def step():
+        torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+        theirs.step()
+    others, nbytes = {"torch AdamW(fused=True)": step}, 8 * 4 * model.n_params
+    yield compared("AdamW step", lambda: update(ours), others, 0, nbytes, graph=False)
+
+
+OPERATIONS = dict(scan=scan_rows, mixer=mixer_rows, two_stream=two_stream_rows,
+                  cross_entropy=cross_entropy_rows, block_attention=block_attention_rows,
+                  adamw=adamw_rows)
