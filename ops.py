@@ -18,7 +18,8 @@ import functools
 import torch
 import torch.nn.functional as F
 
-KERNELS = {"scan": "torch", "mixer": "torch", "two_stream": "sdpa", "cached": "sdpa", "cross_entropy": "torch"}
+KERNELS = {"scan": "torch", "mixer": "torch", "two_stream": "sdpa", "cached": "sdpa", "cross_entropy": "torch",
+           "linear": "torch"}           # linear: the products of generation, see fold.py
 
 
 def at_least_fp32(dtype):
@@ -518,5 +519,6 @@ def select_kernels(setting, device):
     hopper = fast and torch.cuda.get_device_capability(device)[0] == 9 and torch.backends.cudnn.is_available()
     KERNELS.update(scan="triton" if fast else "torch", mixer="fused" if fast else "torch",
                    two_stream="cudnn" if hopper else "flex" if fast else "sdpa",
-                   cached="triton" if fast else "sdpa", cross_entropy="compiled" if fast else "torch")
+                   cached="triton" if fast else "sdpa", cross_entropy="compiled" if fast else "torch",
+                   linear="few_rows" if fast else "torch")
     return "kernels: " + ", ".join(f"{name} {choice}" for name, choice in KERNELS.items()) + why
