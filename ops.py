@@ -284,7 +284,7 @@ def mamba_mixer(proj, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_we
 
 def two_stream_mask(q, kv, block_len, n_clean):
     """
-    The visibility rule of the all-block objective, the only place where it is written down.
+    The visibility rule of the all-block objective. kernels_two_stream.py is tested against it.
 
     q, kv: integer positions (broadcastable) in [n_clean clean tokens; noisy tokens]. A clean token of
     block i sees clean blocks 0..i; a noisy token of block i sees clean blocks 0..i-1 and its own

@@ -26,7 +26,7 @@ def test_files_and_functions_that_the_readme_names_exist():
     for path in re.findall(r"\b(?:assets|config)/[\w/*]+\.(?:json|jsonl|png|py)\b", README) + listed:
         assert glob.glob(os.path.join(ROOT, path)), path
     source = "".join(open(os.path.join(ROOT, f)).read() for f in os.listdir(ROOT) if f.endswith(".py"))
-    table = README[README.index("| the paper | here |"):README.index("Training runs two streams")]
+    table = README[README.index("| the paper (labels"):README.index("Training runs two streams")]
     for name in re.findall(r"`(?:\w+\.)?(\w+)`", table):
         assert re.search(rf"(def|class) {name}\b|\b{name} =|\b{name}:|def \w*{name}", source), name
 
