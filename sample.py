@@ -119,6 +119,9 @@ def take(x, at):
     return x.gather(1, at[..., None].expand(-1, -1, x.size(-1)))
 
 
+LOGITS = 2 ** 24                        # of one row at a time, where all positions need them
+
+
 class ActiveBlock:
     """
     The block being unmasked and how far its decoder has come. A step has fixed shapes, changes these
@@ -149,9 +152,9 @@ class ActiveBlock:
             self.order[:, :l] = ranks.masked_fill(~masked, 2).argsort(1)       # known tokens last
             self.order[:, l:] = self.order[:, :1]       # fills the last step up: known by then
 
-    def reveal(self, logits_fn):
-        """One step. logits_fn(xt, t, at) -> logits (b, m, v) of the positions at (b, m), or of all
-        where at is None; t (b,) is the masked fraction of each row."""
+    def reveal(self, score):
+        """One step. score(xt, t) -> a function that makes the logits (b, m, v) of positions at (b, m);
+        t (b,) is the masked fraction of each row."""
         sampler, xt, at = self.sampler, self.xt, None
         masked = xt == sampler.mask_id
         if sampler.order == "first_hitting":            # the largest of m uniforms on (0, t)
@@ -162,21 +165,29 @@ class ActiveBlock:
         if sampler.order in ("random", "first_hitting"):
             at = self.order.gather(1, self.done + torch.arange(self.p, device=xt.device))
             self.done += self.p
-        logits = logits_fn(xt, self.t.float(), at)
-        drawn = sampler.pick(logits)                                           # (b, m)
+        logits_at = score(xt, self.t.float())
         if at is None:
-            chosen = self.surest(logits, drawn, masked)
+            drawn, chosen = self.surest(logits_at, masked)
         else:
-            chosen, drawn = torch.zeros_like(masked).scatter(1, at, True), xt.scatter(1, at, drawn)
+            drawn = xt.scatter(1, at, sampler.pick(logits_at(at)))             # (b, l)
+            chosen = torch.zeros_like(masked).scatter(1, at, True)
         xt.copy_(torch.where(chosen & masked, drawn, xt))
 
-    def surest(self, logits, drawn, masked):
-        """Where (b, l) tokens are revealed for their probability: logits (b, l, v), drawn (b, l)."""
-        sure = logits.softmax(-1).gather(2, drawn[..., None])[..., 0].masked_fill(~masked, -1)
-        by_threshold = self.sampler.order == "threshold"
+    def surest(self, logits_at, masked):
+        """Draws a token for every position, and says which are revealed for their probability: both
+        (b, l). Logits are made for a few positions at a time: a window may have 65,536. How many does
+        not depend on b, lest a row's draws do."""
+        (b, l), sampler, drawn, sure = masked.shape, self.sampler, [], []
+        positions = torch.arange(l, device=masked.device).expand(b, l)
+        for at in positions.split(max(1, LOGITS // (sampler.mask_id + 1)), 1):
+            logits = logits_at(at)                                             # (b, m, v)
+            drawn.append(sampler.pick(logits))
+            sure.append(logits.softmax(-1).gather(2, drawn[-1][..., None])[..., 0])
+        drawn, sure = torch.cat(drawn, 1), torch.cat(sure, 1).masked_fill(~masked, -1)
+        by_threshold = sampler.order == "threshold"
         best = sure.topk(1 if by_threshold else self.p, 1).indices
         chosen = torch.zeros_like(masked).scatter(1, best, True)
-        return chosen | (sure >= self.sampler.threshold) if by_threshold else chosen
+        return drawn, chosen | (sure >= sampler.threshold) if by_threshold else chosen
 
     def finish(self, step, counts, on_step=None):
         """
@@ -208,12 +219,12 @@ def decode_block(xt, logits_fn, sampler, on_step=None):
     block = ActiveBlock(*xt.shape, sampler, xt.device)
     block.start(xt)
 
-    def logits_at(xt, t, at):
+    def score(xt, t):
         logits = logits_fn(xt, t)
-        return logits if at is None else take(logits, at)
+        return lambda at: take(logits, at)
 
     counts = (xt == sampler.mask_id).sum(1).tolist()
-    return block.finish(lambda: block.reveal(logits_at), counts, on_step)
+    return block.finish(lambda: block.reveal(score), counts, on_step)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -237,13 +248,13 @@ class BlockDecoder(ActiveBlock):
 
     def step(self, commit):
         """One denoising step, after committing the finished block if `commit`."""
-        def logits_fn(xt, t, at):
+        def score(xt, t):
             if commit:
                 hidden = self.model.commit_and_denoise_hidden(self.finished, xt, self.cache, t)
             else:
                 hidden = self.model.denoise_hidden(xt, self.cache, t)
-            return self.model.logits(hidden if at is None else take(hidden, at))
-        self.reveal(logits_fn)
+            return lambda at: self.model.logits(take(hidden, at))
+        self.reveal(score)
 
     def capture(self):
         """Records both kinds of step as CUDA graphs. The cache must be empty, and is afterwards."""

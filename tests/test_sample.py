@@ -75,6 +75,20 @@ def test_rows_with_prompts_of_different_lengths_come_out_as_they_would_alone(nam
         assert torch.equal(together.tokens[i][:len(prompt)], prompt)
 
 
+@pytest.mark.parametrize("order", ["confidence", "threshold"])
+def test_logits_of_all_positions_are_made_for_a_few_at_a_time(monkeypatch, order):
+    model, seen, pick = make_model("mamba_h", torch.float32), [], Sampler.pick
+    monkeypatch.setattr(Sampler, "pick", lambda self, logits: seen.append(logits.size(1)) or pick(self, logits))
+    tokens = []
+    for few, rows, engine in ((10 ** 9, 1, "fused"), (3 * 24, 1, "fused"), (3 * 24, 1, "simple"), (3 * 24, 2, "fused")):
+        monkeypatch.setattr(sample, "LOGITS", few)
+        seen.clear()
+        sampler = make_sampler(model, rows, order=order, threshold=0.3, temperature=0.0)
+        tokens.append(generate(model, prompts_of(*rows * [11]), 13, sampler, engine=engine).tokens[0])
+        assert set(seen) == ({8} if few > 1000 else {3, 2})
+    assert all(torch.equal(t, tokens[0]) for t in tokens)
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("prompt_length, length", [(0, 1), (7, 1), (8, 1), (5, 20), (16, 16)])
 def test_any_length_is_generated_with_no_mask_left_and_none_emitted(name, prompt_length, length):
