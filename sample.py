@@ -97,6 +97,8 @@ class Sampler:
             return logits.argmax(-1)
         logits = logits.double() if self.temperature == 1 else logits.double() / self.temperature
         noise = self.draw("exponential", *logits.shape[1:], device=logits.device)
+        if noise.device.type == "cpu":                  # where a draw may be 0; on a GPU none is
+            noise.clamp_(min=torch.finfo(noise.dtype).tiny)
         return (cut(logits, self.top_k, self.top_p) - noise.log_()).argmax(-1)
 
 
