@@ -69,15 +69,16 @@ def synchronize(dev):
 
 def measure(step, dev, in_a_row=1):
     """Median seconds of `iterations` calls after `warmup`, their spread (max - min) / median, and
-    seconds of the first call, which compiles. A time is the mean of so many calls in a row."""
+    seconds of the first call, which compiles and stands alone. Later times are means of so many
+    calls in a row."""
     times = []
-    for _ in range(1 + warmup + iterations):
+    for calls in [1] + [in_a_row] * (warmup + iterations):
         synchronize(dev)
         start = time.perf_counter()
-        for _ in range(in_a_row):
+        for _ in range(calls):
             step()
         synchronize(dev)
-        times.append((time.perf_counter() - start) / in_a_row)
+        times.append((time.perf_counter() - start) / calls)
     counted = times[1 + warmup:]
     median = statistics.median(counted)
     return median, (max(counted) - min(counted)) / median, times[0]
