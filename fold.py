@@ -2,7 +2,8 @@
 Weights and products rearranged for generation: savings that training cannot have, equal up to rounding.
 After `prepare_for_inference` the constant modulation of models without timestep conditioning is part of
 norms and projections, the two directions of a Mamba layer (eq. partial-reverse) are one mixer of double
-width, and products of few rows have forms that a GPU is faster at.
+width, products of few rows have forms that a GPU is faster at, and what a layer adds to the residual
+stream waits for the norm that reads it next.
 
 A file of its own, because nobody needs it to understand how text is generated.
 
@@ -13,28 +14,23 @@ import torch
 import torch.nn.functional as F
 
 import ops
-from model import BiMamba
+from model import BiMamba, Layer
 
 FEW_ROWS = 512                          # an active block and the one that is committed with its first step
 
 
-def linear_in_halves(x, weight):
-    """F.linear without a bias. A product with few rows and a long sum leaves most of a GPU idle (256 x
-    4352 x 1088 takes an H200 10 us where its limit is 4), so the sum is cut in two; the addition of the
-    halves joins the additions that follow."""
-    rows, k = x.numel() // x.size(-1), x.size(-1)
-    halves = torch.bmm(x.reshape(rows, 2, k // 2).transpose(0, 1),
-                       weight.view(-1, 2, k // 2).permute(1, 2, 0))            # (2, rows, out)
-    return halves.sum(0).view(*x.shape[:-1], -1)
-
-
-def linear(x, weight, bias=None):
-    """F.linear, in halves where that is faster."""
-    k = x.size(-1)
-    if ops.KERNELS["linear"] == "torch" or x.numel() > FEW_ROWS * k or k % 2:
-        return F.linear(x, weight, bias)
-    y = linear_in_halves(x, weight)
-    return y if bias is None else y + bias
+def linear_in_parts(x, weight, ways=1):
+    """x W^T as the sum over P, a multiple of ways, of what is returned: x (..., k), weight (d, k) -> (P,
+    ..., d). A product with few rows and a long sum leaves most of a GPU idle (256 x 4352 x 1088 takes an
+    H200 11 us where its limit is 4), so the sum is cut; adding the parts joins the addition after it."""
+    rows, k, parts = x.numel() // x.size(-1), x.size(-1), ways
+    if ops.KERNELS["linear"] == "few_rows" and rows <= FEW_ROWS:
+        parts = max(ways, 4 if k >= 4096 and k % 32 == 0 else 2 if k % 16 == 0 else 1)
+    if parts == 1:
+        return F.linear(x, weight)[None]
+    y = torch.bmm(x.reshape(rows, parts, k // parts).transpose(0, 1),
+                  weight.view(-1, parts, k // parts).permute(1, 2, 0))         # (P, rows, d)
+    return y.view(parts, *x.shape[:-1], -1)
 
 
 class Replacement(torch.nn.Module):
@@ -45,11 +41,19 @@ class Replacement(torch.nn.Module):
         self.weight, self.bias = linear.weight, linear.bias
 
 
-class LinearInHalves(Replacement):
-    """A Linear whose sum is cut, see above."""
+class LinearInParts(Replacement):
+    """A Linear whose sum is cut, see above. With `keep` its result stays in parts and lacks the bias."""
+
+    def __init__(self, linear, keep):
+        super().__init__(linear)
+        self.keep = keep
 
     def forward(self, x):
-        return linear(x, self.weight, self.bias)
+        parts = linear_in_parts(x, self.weight)
+        if self.keep:
+            return parts
+        y = ops.join_parts(parts)
+        return y if self.bias is None else y + self.bias
 
 
 @torch.library.custom_op("nanobdlm::linear_gelu", mutates_args=())
@@ -74,8 +78,9 @@ class LinearGelu(Replacement):
 class MergedMamba:
     """
     Both directions of a BiMamba as one mixer of double width: one projection in, one convolution, one
-    scan, one projection out, whose product does the sum. Direction is an axis of two after the tokens,
-    which stay in their order: nothing is flipped or copied.
+    scan, one projection out. Direction is an axis of two after the tokens, which stay in their order:
+    nothing is flipped or copied. The norm before the projection out divides a token by one number, which
+    the sum after it does as well, and its weight is part of the projection.
     """
 
     @torch.no_grad()
@@ -86,10 +91,9 @@ class MergedMamba:
         rows = [m.in_proj.weight for m in pair] + [m.dt_proj.weight for m in pair]
         rows.append(rows[0].new_zeros(-2 * (self.inner + f.heads) % 64, rows[0].size(1)))
         self.w_in = torch.cat(rows).to(dtype)
-        self.w_out = torch.cat([m.out_proj.weight for m in pair], 1).to(dtype)
+        self.w_out = torch.cat([m.out_proj.weight * m.norm_weight for m in pair], 1).to(dtype)
         self.conv_weight = torch.stack([m.conv_weight for m in pair]).to(dtype)  # (2, c, w)
         self.conv_bias = torch.stack([m.conv_bias for m in pair]).to(dtype)
-        self.norm = torch.stack([m.norm_weight for m in pair]).to(dtype)       # (2, di)
         exact = ops.at_least_fp32(dtype)
         self.dt_bias = torch.stack([m.dt_bias for m in pair]).to(exact)        # (2, h)
         self.A = torch.stack([-torch.exp(m.A_log.to(exact)) for m in pair])    # (2, h)
@@ -97,15 +101,73 @@ class MergedMamba:
 
     def __call__(self, u, conv, ssm):
         """BiMamba.scan_both(u, conv, ssm); u (b, l, d)."""
+        return ops.join_parts(*self.parts(u, conv, ssm))
+
+    def parts(self, u, conv, ssm):
+        """The same before its last sum: parts and power as in ops.join_parts."""
         h, di, n, inner = self.heads, self.d_inner, self.d_state, self.inner
         proj = F.linear(u, self.w_in)
         z, xBC = proj[..., :2 * inner].unflatten(-1, (2, inner)).split([di, inner - di], -1)
         dt = proj[..., 2 * inner:2 * (inner + h)].unflatten(-1, (2, h))        # (b, l, 2, h)
         xBC = ops.causal_conv_both(xBC, self.conv_weight, self.conv_bias, conv)
         x, B, C = xBC.split([di, n, n], -1)                                    # (b, l, 2, .)
-        y = ops.ssd_scan_both(x.unflatten(-1, (h, -1)), dt, self.dt_bias, self.A, B, C, self.D, ssm,
-                              self.chunk_len)
-        return linear(ops.gated_norm(y.flatten(3), z, self.norm).flatten(2), self.w_out)
+        x, z = x.unflatten(-1, (h, -1)), z.unflatten(-1, (h, -1))
+        y, power = ops.ssd_scan_both(x, dt, self.dt_bias, self.A, B, C, self.D, ssm, z, self.chunk_len)
+        return linear_in_parts(y.flatten(2), self.w_out, ways=2), power
+
+
+class FoldedLayer(Layer):
+    """
+    A layer that is not modulated any more. Additions to the residual stream wait for the norm that reads
+    it, a pass less over it: between layers it is (h, parts, bias), still to be summed by ops.add_norm.
+    """
+
+    def __init__(self, layer):
+        torch.nn.Module.__init__(self)                  # with the same names for the same weights
+        self.norm1, self.norm2, self.mixer, self.mlp = layer.norm1, layer.norm2, layer.mixer, layer.mlp
+
+    def enter(self, stream):
+        h, parts, bias = stream if isinstance(stream, tuple) else (stream, None, None)
+        return ops.add_norm(h, parts, None, bias, self.norm1.weight, self.norm1.bias)
+
+    def leave(self, h, parts, power=None):
+        h, u = ops.add_norm(h, parts, power, None, self.norm2.weight, self.norm2.bias)
+        return h, self.mlp(u), self.mlp[2].bias
+
+    def mix_clean(self, u, state, lengths, rope, block_len):
+        """mixer.extend -> parts and power, see ops.join_parts"""
+        y = self.mixer.extend(u, state, lengths, rope, block_len)
+        return y[None] if isinstance(self.mixer, BiMamba) else y, None
+
+    def mix(self, u, state, lengths, rope):
+        """mixer.denoise, likewise"""
+        if isinstance(self.mixer, BiMamba) and self.mixer.merges(u):
+            return self.mixer.merged.parts(u, *state)
+        y = self.mixer.denoise(u, state, lengths, rope)
+        return y[None] if isinstance(self.mixer, BiMamba) else y, None
+
+    def extend(self, stream, c, state, lengths, rope, block_len):
+        h, u = self.enter(stream)
+        return self.leave(h, *self.mix_clean(u, state, lengths, rope, block_len))
+
+    def denoise(self, stream, c, state, lengths, rope):
+        h, u = self.enter(stream)
+        return self.leave(h, *self.mix(u, state, lengths, rope))
+
+    def commit_and_denoise(self, stream, c_clean, c_noisy, state, lengths, ropes):
+        h, u = self.enter(stream)
+        b, l = len(h) // 2, h.size(1)
+        y_clean = ops.join_parts(*self.mix_clean(u[:b], state, lengths, ropes[0], l))
+        y = ops.join_parts(*self.mix(u[b:], state, lengths + l, ropes[1]))
+        return self.leave(h, torch.cat([y_clean, y])[None])
+
+
+def folded_final(norm):
+    """BlockDiffusionLM.final after the last FoldedLayer."""
+    def final(stream, c, skip=0):
+        h, parts, bias = stream
+        return ops.add_norm(h, parts, None, bias, norm.weight, norm.bias)[1][skip:]
+    return final
 
 
 @torch.no_grad()
@@ -134,8 +196,9 @@ def fold_layer(layer, c):
 def prepare_for_inference(model, dtype):
     """
     After this a model can be neither trained nor saved. Without timestep conditioning, the constant
-    modulation goes into norms and projections; the two Mamba directions become one mixer; projections
-    and head get aligned widths, long sums are cut; weights become dtype, but for A, dt and D. Returns the model.
+    modulation goes into norms and projections, and additions to the residual stream wait; the two Mamba
+    directions become one mixer; projections and head get aligned widths, long sums are cut; weights
+    become dtype, but for A, dt and D. Returns the model.
     """
     if not model.config.time_conditioning:
         c = model.condition(None)
@@ -143,15 +206,19 @@ def prepare_for_inference(model, dtype):
             fold_layer(layer, c)
         fold_norm(model.norm, *(p.flatten() for p in model.adaln(c).chunk(2, -1)))
         model.folded = True
-    for layer in model.layers:
+    for i, layer in enumerate(model.layers):
         if isinstance(layer.mixer, BiMamba):
             if layer.mixer.reverse_scan:
                 layer.mixer.merged = MergedMamba(layer.mixer, dtype)
             layer.mixer.fwd.joined = layer.mixer.fwd.join_projections().to(dtype)
         else:
-            layer.mixer.out_proj = LinearInHalves(layer.mixer.out_proj)
+            layer.mixer.out_proj = LinearInParts(layer.mixer.out_proj, keep=model.folded)
         layer.mlp = torch.nn.Sequential(                # with the same names for the same weights
-            LinearGelu(layer.mlp[0]), torch.nn.Identity(), LinearInHalves(layer.mlp[2]))
+            LinearGelu(layer.mlp[0]), torch.nn.Identity(), LinearInParts(layer.mlp[2], keep=model.folded))
+        if model.folded:
+            model.layers[i] = FoldedLayer(layer)
+    if model.folded:
+        model.final = folded_final(model.norm)
     pad = (0, 0, 0, -model.config.vocab_size % 64)
     model.head.weight = torch.nn.Parameter(F.pad(model.head.weight, pad))
     for name, p in model.named_parameters():

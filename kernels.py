@@ -197,15 +197,16 @@ def forward_kernel(x, dt, A, B, C, D, s0, y, final, l, h,
 
 
 @triton.jit
-def tiles_kernel(x, dt, bias, A, B, C, D, s0, y, final, l, h,
+def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
                  sxr, sxl, sxw, sxh, sdr, sdl, sdw, sdh, sBr, sBl, sBw, sCr, sCl, sCw,
-                 rows, ssb, ssr, ssh,
+                 rows, ssb, ssr, ssh, szr, szl, szw, szh,
                  n: tl.constexpr, p: tl.constexpr, q: tl.constexpr, ways: tl.constexpr):
     """The same y where there are few rows: a program for each tile of q tokens too, none of which
     waits for another. It is attention over the row up to the tile, with L_ij dt_j for a softmax:
         y_i = sum_{j<=i} L_ij (C_i.B_j) dt_j x_j + e^{a_i} C_i s0 + D x_i
     Of two ways, the second runs from the row's last token to the first, from zeros: its pointers
-    start at the end and its steps are negative. `final`, if wanted, has a program of its own."""
+    start at the end and its steps are negative. `final`, if wanted, has a program of its own. With z
+    y is gated, y silu(z), and `power` (r, l, ways, h) gets its mean square."""
     head, way = tl.program_id(0) % h, tl.program_id(0) // h % ways
     row = (tl.program_id(0) // (h * ways)).to(tl.int64)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # those with most to do start first
@@ -239,6 +240,11 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, y, final, l, h,
         yq += dot(cq, s.to(cq.dtype)) * tl.exp2(a + before)[:, None]
         yq += load2(x, first, step, ok, sxl, kp) * d_head
         out = ((row * l + end + sign * first) * ways + way) * h + head
+        if z is not None:
+            z += row * szr + way * szw + end * szl + head * szh
+            zq = load2(z, first, step, ok, szl * sign, kp).to(tl.float32)
+            yq *= zq * tl.sigmoid(zq)
+            tl.store(power + out + step * (sign * ways * h), tl.sum(yq * yq, 1) / p, mask=ok)
         store2(y + out * p, step, ok, sign * ways * h * p, kp, yq)
     elif final is not None:
         for k in range(tl.cdiv(l, q)):
@@ -415,12 +421,13 @@ def walk(x, dt, A, B, s0=None, states=None, final=None, q=None, adjoint=False):
         *state_view(s0), n=B.shape[-1], p=p, ADJOINT=adjoint, **how)
 
 
-def tiles(x, dt, bias, A, B, C, D, s0, y, final=None):
+def tiles(x, dt, bias, A, B, C, D, s0, y, z=None, power=None, final=None):
     """Shapes as in `ssd_both`, for any number of ways."""
     (r, l, ways, h, p), how = x.shape, settings("tiles", x)
     tiles_kernel[(r * ways * h, triton.cdiv(l, how["q"]) + (final is not None))](
-        x, dt, bias, A, B, C, D, s0, y, final, l, h, *strides(x, 4), *strides(dt, 4),
-        *strides(B, 3), *strides(C, 3), *state_view(s0), n=B.shape[-1], p=p, ways=ways, **how)
+        x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h, *strides(x, 4), *strides(dt, 4),
+        *strides(B, 3), *strides(C, 3), *state_view(s0), *strides(z, 4), n=B.shape[-1], p=p,
+        ways=ways, **how)
 
 
 def room_for_final(x, B, wanted=True):
@@ -435,7 +442,7 @@ def ssd_rows_forward(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: 
     y, final = x.new_empty(x.shape), room_for_final(x, B, return_final)
     if r * h <= FEW and l <= SHORT:
         tiles(*(u[:, :, None] for u in (x, dt)), None, A, B[:, :, None], C[:, :, None], D, s0, y,
-              final if return_final else None)
+              final=final if return_final else None)
         return y, final
     forward_kernel[(r * h,)](
         x, dt, A, B, C, D, s0, y, final if return_final else None, l, h, *strides(x, 3),
@@ -479,12 +486,16 @@ def ssd_rows_backward(
     return dx, ddt, dA, dB, dC, dD, ds0
 
 
-@operator(lambda x, *inputs: x.new_empty(x.shape))
+def room_for_power(x):
+    return x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@operator(lambda x, *inputs: (x.new_empty(x.shape), room_for_power(x)))
 def ssd_both_forward(x: Tensor, dt: Tensor, bias: Tensor, A: Tensor, B: Tensor, C: Tensor,
-                     D: Tensor, s0: Tensor) -> Tensor:
-    y = x.new_empty(x.shape)
-    tiles(x, dt, bias, A, B, C, D, s0, y)
-    return y
+                     D: Tensor, s0: Tensor, z: Tensor) -> Tuple[Tensor, Tensor]:
+    y, power = x.new_empty(x.shape), room_for_power(x)
+    tiles(x, dt, bias, A, B, C, D, s0, y, z, power)
+    return y, power
 
 
 differentiable(ssd_rows_forward, ssd_rows_backward)
@@ -499,9 +510,11 @@ def ssd_rows(x, dt, A, B, C, D, s0=None, return_final=False):
     return (y, final.detach()) if return_final else y
 
 
-def ssd_both(x, dt, bias, A, B, C, D, s0):
+def ssd_both(x, dt, bias, A, B, C, D, s0, z):
     """Two scans over the same tokens, each with parameters and inputs of its own: way 0 from s0
-    forward, way 1 from the last token back to the first, from zeros. x (r, l, 2, h, p); dt (r, l,
-    2, h) before bias and softplus; bias, A and D (2, h) fp32; B and C (r, l, 2, n); s0 (r, h, p, n)
-    fp32. -> y like x. Work grows as l squared; no gradients."""
-    return ssd_both_forward(rowwise(x), dt, bias, A, rowwise(B), rowwise(C), D, statewise(s0))
+    forward, way 1 from the last token back to the first, from zeros. x and z (r, l, 2, h, p); dt (r,
+    l, 2, h) before bias and softplus; bias, A and D (2, h) fp32; B and C (r, l, 2, n); s0 (r, h, p,
+    n) fp32. -> y silu(z) like x, and its mean square over p (r, l, 2, h) fp32. Work grows as l
+    squared; no gradients."""
+    return ssd_both_forward(rowwise(x), dt, bias, A, rowwise(B), rowwise(C), D, statewise(s0),
+                            rowwise(z))

@@ -24,16 +24,15 @@ import kernels_states
 import ops
 from kernels import operator
 from kernels_states import in_rows, row_states
+from ops import EPS
 
-EPS = 1e-5  # of the norm, as in ops.gated_norm
 TOKENS = 16  # that a program of the norm's backward walks over, summing the gradient of the weight
 
 
 # ----------------------------------------------------------------------------------------------
 # The gated norm: out = weight g / rms(g) with g = y silu(z). y and what is made of it are
 # contiguous, z and dz are columns of wider tensors: szt and sdzt are their steps between tokens. A
-# program loads a whole token (of a way, where there are two), d channels padded to the power of
-# two P.
+# program loads a whole token, d channels padded to the power of two P.
 
 
 @triton.jit
@@ -48,12 +47,11 @@ def gate(y, z, k, ok, d: tl.constexpr, eps):
 
 
 @triton.jit
-def gated_norm_kernel(y, z, weight, out, szt, szw, eps, d: tl.constexpr, P: tl.constexpr):
-    token, way, k = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, P)
-    row = (token * tl.num_programs(1) + way) * d
-    _, _, _, g, _ = gate(y + row, z + token * szt + way * szw, k, k < d, d, eps)
-    w = tl.load(weight + way * d + k, mask=k < d, other=0.0).to(tl.float32)
-    tl.store(out + row + k, (g * w).to(out.dtype.element_ty), mask=k < d)
+def gated_norm_kernel(y, z, weight, out, szt, eps, d: tl.constexpr, P: tl.constexpr):
+    token, k = tl.program_id(0).to(tl.int64), tl.arange(0, P)
+    _, _, _, g, _ = gate(y + token * d, z + token * szt, k, k < d, d, eps)
+    w = tl.load(weight + k, mask=k < d, other=0.0).to(tl.float32)
+    tl.store(out + token * d + k, (g * w).to(out.dtype.element_ty), mask=k < d)
 
 
 @triton.jit
@@ -80,14 +78,13 @@ def gated_norm_backward_kernel(dout, y, z, weight, out, dy, dz, dweight, tokens,
 
 @operator(lambda y, z, weight: torch.empty_like(y))
 def gated_norm(y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-    """y (b, s, d) contiguous, z (b, s, d) columns of a contiguous tensor, weight (d) -> (b, s, d).
-    Of two ways: y and z (b, s, 2, d), weight (2, d). No gradients."""
+    """y (b, s, d) contiguous, z (b, s, d) columns of a contiguous tensor, weight (d) -> (b, s, d). No
+    gradients."""
     assert z.stride(-1) == 1 and (len(z) == 1 or z.stride(0) == z.shape[1] * z.stride(1)), (
         "z must be columns of a contiguous tensor")
     out, d = torch.empty_like(y), y.shape[-1]
-    ways, szw = (y.shape[2], z.stride(2)) if y.dim() == 4 else (1, 0)
-    gated_norm_kernel[y.numel() // (d * ways), ways](
-        y, z, weight, out, z.stride(1), szw, EPS, d=d, P=triton.next_power_of_2(d), num_warps=4)
+    gated_norm_kernel[y.numel() // d,](
+        y, z, weight, out, z.stride(1), EPS, d=d, P=triton.next_power_of_2(d), num_warps=4)
     return out
 
 

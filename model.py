@@ -122,7 +122,7 @@ def rope_table(length, dim, theta, device, dtype):
 
 
 def rotate(x, cos, sin):
-    """Rotates (b, h, s, e) by tables that broadcast to (b, h, s, e / 2); halves, not pairs."""
+    """Rotates (..., b, h, s, e) by tables that broadcast to (b, h, s, e / 2); halves, not pairs."""
     x1, x2 = x.chunk(2, -1)
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).to(x.dtype)
 
@@ -164,8 +164,8 @@ class Attention(nn.Module):
     def project(self, u, rope):
         """u (b, s, d) -> q, k, v, each (b, heads, s, head_dim), q and k rotated."""
         qkv = self.qkv(u).unflatten(-1, (3, self.n_head, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        return rotate(q, *rope), rotate(k, *rope), v
+        qk, v = qkv.permute(2, 0, 3, 1, 4).split([2, 1])
+        return *rotate(qk, *rope).unbind(0), v[0]
 
     def merge(self, y):
         return self.out_proj(y.transpose(1, 2).flatten(2))
@@ -273,10 +273,13 @@ class BiMamba(nn.Module):
         ssm.copy_(ssms[:, -1])
         return y
 
+    def merges(self, u):
+        """Whether u (b, l, d) goes through the merged mixer, whose scan does not cut rows."""
+        return self.merged is not None and u.size(1) <= ops.SCAN_ROW
+
     def denoise(self, u, state, lengths, rope):
         """One noisy block u (b, l, d): both directions, nothing written."""
-        short = self.merged and u.size(1) <= ops.SCAN_ROW      # the merged scan does not cut rows
-        return self.merged(u, *state) if short else self.scan_both(u, *state)
+        return self.merged(u, *state) if self.merges(u) else self.scan_both(u, *state)
 
 
 class Layer(nn.Module):
@@ -450,8 +453,10 @@ class BlockDiffusionLM(nn.Module):
         """Conditioning of clean tokens: never t. With timestep conditioning, none at all."""
         return None if self.config.time_conditioning else self.condition(None)
 
-    def final(self, h, c):
-        """Last norm and modulation of noisy tokens: hidden states, ready for the head."""
+    def final(self, h, c, skip=0):
+        """Last norm and modulation of noisy tokens, without the first `skip` rows of h: hidden states,
+        ready for the head."""
+        h = h[skip:]
         if c is None:
             return self.norm(h)
         return modulate(self.norm(h), *self.adaln(c).chunk(2, -1))
@@ -591,7 +596,7 @@ class BlockDiffusionLM(nn.Module):
         for layer, state in zip(self.layers, cache.layers):
             h = layer.commit_and_denoise(h, c_clean, c, state, cache.lengths, ropes)
         cache.lengths += l
-        return self.final(h[len(xt):], c)
+        return self.final(h, c, len(xt))
 
     def denoise(self, xt, cache, t):
         """Logits (b, l, v) of the active block xt (b, l) at noise level t (b,). Reads the cache."""

@@ -7,6 +7,7 @@ The heavy operations of a block-diffusion Mamba-2 / attention hybrid, each with 
   mamba_mixer           both of them, the gated norm and the output projection: a Mamba-2 mixer
   two_stream_attention  clean and noisy streams of the all-block objective, one mask function
   cached_attention      one chunk against a key/value cache and itself
+  add_norm              what a layer adds to the residual stream, and the norm that reads it
   linear_cross_entropy  head and loss over masked positions, never holding (b, s, v) logits
 
 Everything here is a function of tensors; no parameters, no configuration, none of our other files.
@@ -19,7 +20,8 @@ import torch
 import torch.nn.functional as F
 
 KERNELS = {"scan": "torch", "mixer": "torch", "two_stream": "sdpa", "cached": "sdpa", "cross_entropy": "torch",
-           "linear": "torch"}           # linear: the products of generation, see fold.py
+           "linear": "torch", "residual": "torch"}      # linear: the products of generation, see fold.py
+EPS = 1e-5                              # of every norm
 
 
 def at_least_fp32(dtype):
@@ -132,23 +134,25 @@ def _ssd_scan_triton(x, dt, A, B, C, D, initial_state, block_len, want_states):
     return y, states[:, ::block_len // row if block_len else s // row]
 
 
-def ssd_scan_both(x, dt, dt_bias, A, B, C, D, initial_state, chunk_len=128):
+def ssd_scan_both(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
     """
     Two scans over the same tokens, each with inputs and parameters of its own: the first forward from
     initial_state (b, h, p, n), the second from the last token back to the first, from zeros.
 
-    x (b, s, 2, h, p); dt (b, s, 2, h), before dt_bias (2, h) and softplus; A, D (2, h); B, C
-    (b, s, 2, n). Returns y (b, s, 2, h, p), tokens in their order.
+    x, z (b, s, 2, h, p); dt (b, s, 2, h), before dt_bias (2, h) and softplus; A, D (2, h); B, C
+    (b, s, 2, n). Returns y * SiLU(z) (b, s, 2, h, p), tokens in their order, and its mean square over
+    p (b, s, 2, h), fp32 or better: all that the norm after it needs to know.
     """
     if KERNELS["scan"] == "triton" and _fits_triton(x.size(-1), B.size(-1)):
         import kernels
-        return kernels.ssd_both(x, dt, dt_bias, A, B, C, D, initial_state)
+        return kernels.ssd_both(x, dt, dt_bias, A, B, C, D, initial_state, z)
     dt = F.softplus(dt.to(dt_bias.dtype) + dt_bias)
 
     def scan(i, state, turn=lambda u: u):
         xi, dti, Bi, Ci = (turn(u[:, :, i]) for u in (x, dt, B, C))
         return turn(ssd_scan(xi, dti, A[i], Bi, Ci, D[i], state, None, chunk_len)[0])
-    return torch.stack([scan(0, initial_state), scan(1, None, lambda u: u.flip(1))], 2)
+    y = torch.stack([scan(0, initial_state), scan(1, None, lambda u: u.flip(1))], 2) * F.silu(z)
+    return y, y.to(at_least_fp32(y.dtype)).square().mean(-1)
 
 
 def pass_states(local, log_decay, initial):
@@ -235,15 +239,12 @@ def conv_boundaries(u, initial, block_len):
 # The mixer around convolution and scan
 
 def gated_norm(y, z, weight):
-    """
-    RMS norm of y * SiLU(z), statistics in fp32. y and z (b, s, d), weight (d,); of two ways y and z
-    (b, s, 2, d), weight (2, d).
-    """
+    """RMS norm of y * SiLU(z), statistics in fp32. y and z (b, s, d), weight (d,)."""
     if KERNELS["mixer"] == "fused" and not torch.is_grad_enabled():
         import kernels_mixer
         return kernels_mixer.gated_norm(y.contiguous(), z, weight)
     y = (y * F.silu(z)).to(at_least_fp32(y.dtype))
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + EPS)
     return (y * weight).to(z.dtype)
 
 
@@ -277,6 +278,34 @@ def mamba_mixer(proj, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_we
     y, ssms = ssd_scan(x.unflatten(-1, (h, -1)), dt, A, B, C, D, ssm, block_len, chunk_len, want_states)
     y = F.linear(gated_norm(y.flatten(2), z, norm_weight), out_weight)
     return (y, convs, ssms) if want_states else (y, None, None)
+
+
+def join_parts(parts, power=None):
+    """
+    The sum of a product's parts (P, b, s, d) -> (b, s, d). With power (b, s, w, h), the mean squares of
+    heads: the parts belong to w inputs, in this order, and each still lacks the RMS norm of its input.
+    """
+    dtype = parts.dtype
+    if power is not None:
+        rstd = torch.rsqrt(power.mean(-1) + EPS).movedim(-1, 0)                # (w, b, s)
+        parts = parts * rstd.repeat_interleave(len(parts) // len(rstd), 0)[..., None]
+    return parts.sum(0).to(dtype)
+
+
+def add_norm(h, parts, power, bias, weight, shift):
+    """
+    A residual addition and the LayerNorm after it. h (b, s, d); parts, None for nothing to add, and
+    power as in `join_parts`; bias (d,) is added too, or None; weight, shift (d,) of the norm, shift
+    may be None. Returns the sum and its norm, both (b, s, d).
+    """
+    if KERNELS["residual"] == "triton":
+        import kernels_residual
+        return kernels_residual.add_norm(h, parts, power, bias, weight, shift)
+    if parts is not None:
+        h = h + join_parts(parts, power)
+    if bias is not None:
+        h = h + bias
+    return h, F.layer_norm(h, weight.shape, weight, shift, EPS)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -512,6 +541,7 @@ def select_kernels(setting, device):
         try:
             import kernels_attention                    # noqa: F401
             import kernels_mixer                        # noqa: F401, and with it the others
+            import kernels_residual                     # noqa: F401
             import kernels_two_stream                   # noqa: F401
         except Exception as error:                      # a broken Triton fails in many ways
             fast, why = False, f" (no Triton: {type(error).__name__}: {error})"
@@ -520,5 +550,5 @@ def select_kernels(setting, device):
     KERNELS.update(scan="triton" if fast else "torch", mixer="fused" if fast else "torch",
                    two_stream="cudnn" if hopper else "flex" if fast else "sdpa",
                    cached="triton" if fast else "sdpa", cross_entropy="compiled" if fast else "torch",
-                   linear="few_rows" if fast else "torch")
+                   linear="few_rows" if fast else "torch", residual="triton" if fast else "torch")
     return "kernels: " + ", ".join(f"{name} {choice}" for name, choice in KERNELS.items()) + why

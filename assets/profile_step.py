@@ -31,7 +31,7 @@ SCAN = ("forward_kernel", "tiles_kernel", "after_kernel", "before_kernel", "deca
         "pass_kernel")
 ATTENTION = ("flex", "attend", "combine_k", "cudnn", "output_kernel", "queries_kernel", "keys_kernel")
 KINDS = {"products": ("nvjet", "gemm", "splitK", "cutlass"), "attention": ATTENTION,
-         "scan": SCAN, "convolution": ("conv_",), "gated norm": ("gated_norm",), "pointwise": ("triton_",)}
+         "scan": SCAN, "convolution": ("conv_",), "norms": ("gated_norm", "add_norm"), "pointwise": ("triton_",)}
 
 
 def kind_of(name):

@@ -15,6 +15,7 @@ import kernels  # noqa: E402
 import kernels_attention  # noqa: E402
 import kernels_conv  # noqa: E402
 import kernels_mixer  # noqa: E402
+import kernels_residual  # noqa: E402
 import kernels_states  # noqa: E402
 import kernels_two_stream  # noqa: E402
 import ops  # noqa: E402
@@ -137,12 +138,12 @@ def test_rows_hand_their_last_state_on(monkeypatch, few):
     assert error(got[0], want) < 1e-5 and error(got[1], states[:, -1]) < 1e-5
 
 
-def scan_both(x, dt, bias, A, B, C, D, s0):
+def scan_both(x, dt, bias, A, B, C, D, s0, z):
     dt = torch.nn.functional.softplus(dt + bias)
     fwd, rev = ([u[:, :, i].flip(1) if i else u[:, :, i] for u in (x, dt, B, C)] for i in (0, 1))
     ys = [ops.ssd_scan_ref(*v[:2], A[i], *v[2:], D[i], s)[0]
           for i, v, s in ((0, fwd, s0), (1, rev, None))]
-    return torch.stack([ys[0], ys[1].flip(1)], 2)
+    return torch.stack([ys[0], ys[1].flip(1)], 2) * torch.nn.functional.silu(z)
 
 
 @DTYPES
@@ -150,11 +151,12 @@ def scan_both(x, dt, bias, A, B, C, D, s0):
 def test_both_ways_of_generation_equal_the_loop(monkeypatch, l, few, dtype):
     monkeypatch.setattr(kernels_conv, "FEW", few)
     r, h, p, n = 2, 3, 16, 32
-    x, B, C, dt = randn(r, l, 2, h * p + 2 * n + h, dtype=dtype).split([h * p, n, n, h], -1)
+    z, x, B, C, dt = randn(r, l, 2, 2 * h * p + 2 * n + h, dtype=dtype).split([h * p, h * p, n, n, h], -1)
     inputs = (x.unflatten(-1, (h, p)), dt, randn(2, h) - 3, -torch.exp(randn(2, h)), B, C,
-              randn(2, h), randn(r, h, p, n))
-    got, want = kernels.ssd_both(*inputs), scan_both(*(u.double() for u in inputs))
+              randn(2, h), randn(r, h, p, n), z.unflatten(-1, (h, p)))
+    (got, power), want = kernels.ssd_both(*inputs), scan_both(*(u.double() for u in inputs))
     assert got.dtype == dtype and error(got, want) < LIMIT[dtype]
+    assert power.dtype == torch.float32 and error(power, want.square().mean(-1)) < LIMIT[dtype]
 
     c = x.size(-1)
     inputs = x, randn(2, c, 4), randn(2, c), randn(r, 3, c, dtype=dtype)
@@ -169,7 +171,7 @@ def test_step_sizes_far_below_one_keep_their_digits():
     dt, ones = torch.linspace(-30, 30, 32, device=DEVICE), randn(1, 1, 2, 32, 16) * 0 + 1
     y = kernels.ssd_both(ones, dt.expand(1, 1, 2, 32), *(v * ones[0, 0, :, :, 0] for v in (0, -1)),
                          ones[:, :, :, 0], ones[:, :, :, 0] / 16, 0 * ones[0, 0, :, :, 0],
-                         torch.zeros(1, 32, 16, 16, device=DEVICE))    # so y is softplus(dt)
+                         torch.zeros(1, 32, 16, 16, device=DEVICE), 30 * ones)[0] / 30   # y is softplus(dt)
     want = dt.double().exp().log1p()
     assert ((y[0, 0, :, :, 0] - want) / want).abs().max() < 5e-6
 
@@ -365,6 +367,7 @@ def test_operators_declare_the_shapes_that_they_return(monkeypatch):
             (kernels_conv.causal_conv_forward, (u, w, bias, u[:, :3])),
             (kernels_conv.causal_conv_backward, (u, u, w, bias, u[:, :3])),
             (kernels_mixer.gated_norm, (u, u, randn(32))),
+            (kernels_residual.add_norm, (u, randn(4, 2, 9, 32), randn(2, 9, 2, 3).abs(), w[:, 0], randn(32), None)),
             (kernels_mixer.mixer_forward, mixer),
             (kernels_mixer.mixer_backward, (mixer[0][..., :24], None, None, y, empty, *mixer)),
             (kernels_two_stream.two_stream_forward, (q, q, q, 64, 0.2)),
@@ -430,10 +433,23 @@ def test_mixer_and_its_gradients_are_the_plain_lines(
 
 
 @DTYPES
-@pytest.mark.parametrize("ways", [(), (2,)])
-def test_gated_norm_equals_its_twin_on_columns_of_a_wider_tensor(monkeypatch, ways, dtype):
-    y, wide = randn(2, 5, *ways, 24).to(dtype), randn(2, 5, *ways, 40).to(dtype)
-    z, weight = wide[..., 3:27], randn(*ways, 24)
+@pytest.mark.parametrize("parts, ways, bias, shift", [
+    (0, 0, False, True), (1, 0, True, True), (4, 0, True, False), (2, 2, False, True), (4, 2, False, True)])
+def test_residual_addition_and_norm_equal_their_twin(monkeypatch, parts, ways, bias, shift, dtype):
+    h, weight = randn(2, 5, 24, dtype=dtype), randn(24)
+    parts = randn(parts, 2, 5, 24, dtype=dtype) if parts else None
+    power = randn(2, 5, ways, 3).square() if ways else None
+    inputs = (h, parts, power, randn(24) if bias else None, weight, randn(24) if shift else None)
+    want = ops.add_norm(*(u if u is None else u.double() for u in inputs))
+    monkeypatch.setitem(ops.KERNELS, "residual", "triton")
+    for got, exact in zip(ops.add_norm(*inputs), want):
+        assert got.dtype == dtype and error(got, exact) < (1e-6 if dtype == torch.float32 else 1e-2)
+
+
+@DTYPES
+def test_gated_norm_equals_its_twin_on_columns_of_a_wider_tensor(monkeypatch, dtype):
+    y, wide = randn(2, 5, 24).to(dtype), randn(2, 5, 40).to(dtype)
+    z, weight = wide[..., 3:27], randn(24)
     want = ops.gated_norm(y.double(), z.double(), weight.double())
     monkeypatch.setitem(ops.KERNELS, "mixer", "fused")
     with torch.no_grad():

@@ -122,7 +122,10 @@ def test_both_ways_are_a_scan_and_a_scan_of_the_reversed_tokens():
     rev["initial_state"], bias = None, torch.randn(2, fwd["D"].numel()).double()
     x, raw, B, C = (torch.stack([v[k] for v in (fwd, rev)], 2) for k in ("x", "dt", "B", "C"))
     A, D = (torch.stack([v[k] for v in (fwd, rev)]) for k in ("A", "D"))
-    y = ops.ssd_scan_both(x, raw, bias, A, B, C, D, fwd["initial_state"], chunk_len=8)
+    z = torch.randn_like(x)
+    y, power = ops.ssd_scan_both(x, raw, bias, A, B, C, D, fwd["initial_state"], z, chunk_len=8)
+    torch.testing.assert_close(power, y.square().mean(-1))
+    y = y / torch.nn.functional.silu(z)
     for i, way in enumerate((fwd, rev)):
         way["dt"] = torch.nn.functional.softplus(way["dt"] + bias[i])
     want = ops.ssd_scan_ref(**fwd)[0]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fold
+import ops
 import sample
 from conftest import ARCHITECTURES, BLOCK_MODELS, make_model
 from model import ModelError
@@ -176,9 +177,23 @@ def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_token_for_
     assert torch.equal(alone.tokens[0], want[0])
 
 
-def test_a_product_in_halves_is_the_product():
-    x, weight = torch.randn(2, 3, 10, dtype=torch.float64), torch.randn(7, 10, dtype=torch.float64)
-    torch.testing.assert_close(fold.linear_in_halves(x, weight), x @ weight.T)
+@pytest.mark.parametrize("k, parts", [(10, 1), (48, 2), (4096, 4)])
+def test_a_product_in_parts_is_the_product(monkeypatch, k, parts):
+    monkeypatch.setitem(ops.KERNELS, "linear", "few_rows")
+    x, weight = torch.randn(2, 3, k, dtype=torch.float64), torch.randn(7, k, dtype=torch.float64)
+    cut = fold.linear_in_parts(x, weight)
+    assert cut.shape == (parts, 2, 3, 7)
+    torch.testing.assert_close(ops.join_parts(cut), x @ weight.T)
+    assert len(fold.linear_in_parts(torch.randn(513, k).double(), weight)) == 1    # many rows
+
+
+def test_norms_before_a_product_may_come_after_it():
+    """What a Mamba layer adds: each way's RMS norm and product, from parts of the product without norm."""
+    y, weight = torch.randn(2, 5, 2, 3, 16).double(), torch.randn(7, 96).double()
+    normed = y.flatten(3) * torch.rsqrt(y.flatten(3).square().mean(-1, keepdim=True) + ops.EPS)
+    parts = fold.linear_in_parts(y.flatten(2), weight, ways=2)
+    assert len(parts) == 2
+    torch.testing.assert_close(ops.join_parts(parts, y.square().mean(-1)), normed.flatten(2) @ weight.T)
 
 
 def test_equal_prompts_are_read_once():
