@@ -219,7 +219,6 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
     sxl, sdl, sBl, sCl = sxl * sign, sdl * sign, sBl * sign, sCl * sign
     a_head, d_head = tl.load(A + way * h + head), tl.load(D + way * h + head)
     bias_head = tl.load(bias + way * h + head) if bias is not None else None
-    s = first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n, way == 0)
     if tile * q < l:
         first, step, ok = place(tile, l, q)
         cq = load2(C, first, step, ok, sCl, kn)
@@ -237,6 +236,7 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
             log_L = tl.where(i[:, None] + k * q >= i[None, :], log_L, float("-inf"))
             scores = dot(cq, tl.trans(bk)) * tl.exp2(log_L)
             yq = dot(scores.to(xk.dtype), xk, yq)
+        s = first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n, way == 0)
         yq += dot(cq, s.to(cq.dtype)) * tl.exp2(a + before)[:, None]
         yq += load2(x, first, step, ok, sxl, kp) * d_head
         out = ((row * l + end + sign * first) * ways + way) * h + head
@@ -247,6 +247,7 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
             tl.store(power + out + step * (sign * ways * h), tl.sum(yq * yq, 1) / p, mask=ok)
         store2(y + out * p, step, ok, sign * ways * h * p, kp, yq)
     elif final is not None:
+        s = first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n, way == 0)
         for k in range(tl.cdiv(l, q)):
             first_k, step_k, ok_k = place(k, l, q)
             xk = load2(x, first_k, step_k, ok_k, sxl, kp)

@@ -9,6 +9,7 @@ The heavy operations of a block-diffusion Mamba-2 / attention hybrid, each with 
   cached_attention      one chunk against a key/value cache and itself
   add_norm              what a layer adds to the residual stream, and the norm that reads it
   linear_cross_entropy  head and loss over masked positions, never holding (b, s, v) logits
+  gumbel_argmax         a draw from a softmax
 
 Everything here is a function of tensors; no parameters, no configuration, none of our other files.
 See it work:    python -m pytest tests/test_ops.py
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 KERNELS = {"scan": "torch", "mixer": "torch", "two_stream": "sdpa", "cached": "sdpa", "cross_entropy": "torch",
-           "linear": "torch", "residual": "torch"}      # linear: the products of generation, see fold.py
+           "linear": "torch", "residual": "torch", "draw": "torch"}    # linear: see fold.py
 EPS = 1e-5                              # of every norm
 
 
@@ -521,6 +522,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (grad * d_hidden).to(d_hidden.dtype), (grad * d_head).to(ctx.head_dtype), None, None, None
 
 
+def gumbel_argmax(logits, exponential):
+    """
+    Draws from softmax(logits): minus the log of an exponential variate is a Gumbel one, and the largest
+    of logits and Gumbel noise is such a draw. logits (b, m, v); exponential (b, m, v) fp64, positive: fp32
+    noise would truncate the tail of that distribution and sharpen samples (arXiv 2409.02908). Returns
+    (b, m) int64.
+    """
+    if KERNELS["draw"] == "triton":
+        import kernels_draw
+        return kernels_draw.gumbel_argmax(logits, exponential)
+    return (logits.double() - exponential.log()).argmax(-1)
+
+
 # ----------------------------------------------------------------------------------------------
 # Dispatch: which implementation of each operation runs
 
@@ -540,6 +554,7 @@ def select_kernels(setting, device):
     if on_gpu:
         try:
             import kernels_attention                    # noqa: F401
+            import kernels_draw                         # noqa: F401
             import kernels_mixer                        # noqa: F401, and with it the others
             import kernels_residual                     # noqa: F401
             import kernels_two_stream                   # noqa: F401
@@ -550,5 +565,6 @@ def select_kernels(setting, device):
     KERNELS.update(scan="triton" if fast else "torch", mixer="fused" if fast else "torch",
                    two_stream="cudnn" if hopper else "flex" if fast else "sdpa",
                    cached="triton" if fast else "sdpa", cross_entropy="compiled" if fast else "torch",
-                   linear="few_rows" if fast else "torch", residual="triton" if fast else "torch")
+                   linear="few_rows" if fast else "torch", residual="triton" if fast else "torch",
+                   draw="triton" if fast else "torch")
     return "kernels: " + ", ".join(f"{name} {choice}" for name, choice in KERNELS.items()) + why

@@ -90,16 +90,15 @@ class Sampler:
         return (rows[0] if len(rows) == 1 else torch.cat(rows)).to(device)
 
     def pick(self, logits):
-        """Draws tokens (b, m) from logits (b, m, v) after temperature and cuts, by Gumbel-argmax: minus
-        the log of an exponential variate is a Gumbel one. fp32 noise would truncate the tail of that
-        distribution and sharpen samples (arXiv 2409.02908)."""
+        """Draws tokens (b, m) from logits (b, m, v) after temperature and cuts."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        logits = logits.double() if self.temperature == 1 else logits.double() / self.temperature
+        if self.temperature != 1:
+            logits = logits.double() / self.temperature
         noise = self.draw("exponential", *logits.shape[1:], device=logits.device)
         if noise.device.type == "cpu":                  # where a draw may be 0; on a GPU none is
             noise.clamp_(min=torch.finfo(noise.dtype).tiny)
-        return (cut(logits, self.top_k, self.top_p) - noise.log_()).argmax(-1)
+        return ops.gumbel_argmax(cut(logits, self.top_k, self.top_p), noise)
 
 
 def cut(logits, top_k, top_p):
@@ -108,7 +107,7 @@ def cut(logits, top_k, top_p):
         kth = logits.topk(min(top_k, logits.size(-1)), -1).values[..., -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))
     if top_p < 1:
-        ordered, index = logits.sort(-1, descending=True)
+        ordered, index = logits.double().sort(-1, descending=True)
         p = ordered.softmax(-1)
         before = p.cumsum(-1) - p                       # mass ahead of a token: 0 for the first
         drop = torch.zeros_like(before, dtype=torch.bool).scatter(-1, index, before >= top_p)

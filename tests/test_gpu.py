@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ops
+import sample
 from conftest import ARCHITECTURES
 from model import BlockDiffusionLM, ModelConfig
 from sample import Sampler, generate, load_prefix, prepare_for_inference, read_prefix, save_prefix, say_once
@@ -131,9 +132,11 @@ def continue_prompts(model, lengths, engine, length=150, cpu_draws=False, order=
 
 @pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])
 @pytest.mark.parametrize("order", ["random", "confidence", "threshold", "first_hitting"])
-def test_cuda_graphs_give_the_tokens_of_the_plain_loop_in_every_decoder(name, order):
-    """Prompts of different lengths, rows that finish at different steps, an end-of-text, a watcher."""
+def test_cuda_graphs_give_the_tokens_of_the_plain_loop_in_every_decoder(monkeypatch, name, order):
+    """Prompts of different lengths, rows that finish at different steps, an end-of-text, a watcher; where
+    all positions need logits, these are made for 20 at a time."""
     ops.select_kernels("auto", "cuda")
+    monkeypatch.setattr(sample, "LOGITS", 20_000)
     model = prepare_for_inference(gpu_model(name, block_len=64).cuda(), torch.float32)
     lengths = (5, 70, 128, 200)
     say_once.cache_clear()
@@ -149,6 +152,24 @@ def test_cuda_graphs_give_the_tokens_of_the_plain_loop_in_every_decoder(name, or
         assert len(steps) == cut.forward_passes and steps[-1] == 0
         steps.clear()
     assert say_once.cache_info().currsize == 0          # auto took the graphs
+
+
+@pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])
+@pytest.mark.parametrize("order", ["random", "confidence"])
+@pytest.mark.parametrize("time", [False, True])
+def test_prepared_weights_in_graphs_give_the_tokens_of_the_model_without_a_cache(name, order, time):
+    """In fp32: folded and merged weights, cut products and kernels against the training model's own."""
+    model = gpu_model(name, block_len=64, seq_len=512, time_conditioning=time).cuda()
+    prompts = torch.randint(0, 999, (2, 70), device="cuda")
+
+    def sampler():
+        return Sampler([torch.Generator("cuda").manual_seed(i) for i in range(2)], order, 12, mask_id=999)
+    draws = sampler()
+    want = model.generate_naive(prompts, 130, lambda xt, logits_fn: sample.decode_block(xt, logits_fn, draws))
+    ops.select_kernels("auto", "cuda")
+    model = prepare_for_inference(model, torch.float32)
+    out = generate(model, list(prompts), 130, sampler(), engine="graphs")
+    assert torch.equal(torch.stack(out.tokens), want)
 
 
 def test_without_what_graphs_need_generation_goes_on_and_says_why(capsys):

@@ -14,6 +14,7 @@ import fold  # noqa: E402
 import kernels  # noqa: E402
 import kernels_attention  # noqa: E402
 import kernels_conv  # noqa: E402
+import kernels_draw  # noqa: E402
 import kernels_mixer  # noqa: E402
 import kernels_residual  # noqa: E402
 import kernels_states  # noqa: E402
@@ -367,6 +368,7 @@ def test_operators_declare_the_shapes_that_they_return(monkeypatch):
             (kernels_conv.causal_conv_forward, (u, w, bias, u[:, :3])),
             (kernels_conv.causal_conv_backward, (u, u, w, bias, u[:, :3])),
             (kernels_mixer.gated_norm, (u, u, randn(32))),
+            (kernels_draw.gumbel_argmax, (u, u.double().exp())),
             (kernels_residual.add_norm, (u, randn(4, 2, 9, 32), randn(2, 9, 2, 3).abs(), w[:, 0], randn(32), None)),
             (kernels_mixer.mixer_forward, mixer),
             (kernels_mixer.mixer_backward, (mixer[0][..., :24], None, None, y, empty, *mixer)),
@@ -444,6 +446,20 @@ def test_residual_addition_and_norm_equal_their_twin(monkeypatch, parts, ways, b
     monkeypatch.setitem(ops.KERNELS, "residual", "triton")
     for got, exact in zip(ops.add_norm(*inputs), want):
         assert got.dtype == dtype and error(got, exact) < (1e-6 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("v", [7, 5000])
+def test_gumbel_argmax_equals_its_twin(monkeypatch, v, dtype):
+    logits = 3 * randn(2, 3, v + 9).to(dtype)[..., :v]
+    logits[0, 1, v // 2:] = float("-inf")
+    noise = torch.empty(2, 3, v, dtype=torch.float64, device=DEVICE).exponential_()
+    want = ops.gumbel_argmax(logits, noise)
+    monkeypatch.setitem(ops.KERNELS, "draw", "triton")
+    assert torch.equal(ops.gumbel_argmax(logits, noise), want) and want.shape == (2, 3)
+    logits[1, 2, :] = float("-inf")
+    logits[1, 2, v - 1] = -80.0
+    assert ops.gumbel_argmax(logits, noise)[1, 2] == v - 1
 
 
 @DTYPES
