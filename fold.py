@@ -20,12 +20,13 @@ FEW_ROWS = 512                          # an active block and the one that is co
 
 
 def linear_in_parts(x, weight, ways=1):
-    """x W^T as the sum over P, a multiple of ways, of what is returned: x (..., k), weight (d, k) -> (P,
-    ..., d). A product with few rows and a long sum leaves most of a GPU idle (256 x 4352 x 1088 takes an
-    H200 11 us where its limit is 4), so the sum is cut; adding the parts joins the addition after it."""
-    rows, k, parts = x.numel() // x.size(-1), x.size(-1), ways
-    if ops.KERNELS["linear"] == "few_rows" and rows <= FEW_ROWS:
-        parts = max(ways, 4 if k >= 4096 and k % 32 == 0 else 2 if k % 16 == 0 else 1)
+    """x W^T as the sum over P, which is ways (1 or 2) or 2, of what is returned: x (..., k), weight (d, k)
+    -> (P, ..., d). A product with few rows and a long sum leaves most of a GPU idle (256 x 4352 x 1088
+    takes an H200 11 us where its limit is 4, in two parts 8), so the sum is cut; adding the parts joins the
+    addition after it."""
+    rows, k = x.numel() // x.size(-1), x.size(-1)
+    cut = ops.KERNELS["linear"] == "few_rows" and rows <= FEW_ROWS and k % 16 == 0
+    parts = 2 if cut else ways
     if parts == 1:
         return F.linear(x, weight)[None]
     y = torch.bmm(x.reshape(rows, parts, k // parts).transpose(0, 1),

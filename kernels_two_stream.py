@@ -258,7 +258,10 @@ def token_major(q):
 def two_stream_backward(dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
                         block_len: int, scale: float) -> Tuple[Tensor, Tensor, Tensor]:
     n, nq, common = sizes(q, k, block_len, scale)
-    (k, v), dout, (dq, dk, dv) = alike(k, v), rowwise(dout), like(q, k, v)
+    (k, v), (dq, dk, dv) = alike(k, v), like(q, k, v)
+    # PyTorch (2.11) finds a plan for cuDNN's backward that it has made before by the layout of q, k
+    # and v alone, and then reads dout in the layout of that time: so it has but one.
+    dout = dout.contiguous()
     found = [causal_backward(di, qi, k[:, :, :n], v[:, :, :n], oi, zi.contiguous()[..., None], scale)
              for di, qi, oi, zi in causal_parts(n, nq, block_len, dout, q, out, lse)]
     clean, noisy = alike(found[0][0], found[-1][0])

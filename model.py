@@ -122,7 +122,7 @@ def rope_table(length, dim, theta, device, dtype):
 
 
 def rotate(x, cos, sin):
-    """Rotates (..., b, h, s, e) by tables that broadcast to (b, h, s, e / 2); halves, not pairs."""
+    """Rotates (b, h, s, e) by tables that broadcast to (b, h, s, e / 2); halves, not pairs."""
     x1, x2 = x.chunk(2, -1)
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).to(x.dtype)
 
@@ -164,8 +164,8 @@ class Attention(nn.Module):
     def project(self, u, rope):
         """u (b, s, d) -> q, k, v, each (b, heads, s, head_dim), q and k rotated."""
         qkv = self.qkv(u).unflatten(-1, (3, self.n_head, -1))
-        qk, v = qkv.permute(2, 0, 3, 1, 4).split([2, 1])
-        return *rotate(qk, *rope).unbind(0), v[0]
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        return rotate(q, *rope), rotate(k, *rope), v
 
     def merge(self, y):
         return self.out_proj(y.transpose(1, 2).flatten(2))

@@ -451,8 +451,8 @@ def _cached_attention_triton(q, k, v, k_cache, v_cache, lengths, block_len):
         if i:
             at = lengths[:, None] + torch.arange(i - block_len, i, device=q.device)
             k_cache[rows, :, at], v_cache[rows, :, at] = k[:, i - block_len:i], v[:, i - block_len:i]
-        own = slice(i, i + block_len)
-        outs.append(block_attention(q[:, own], k_cache, v_cache, lengths + i, k[:, own], v[:, own]))
+        own, held = slice(i, i + block_len), lengths + i if i else lengths     # adding 0 would be a kernel
+        outs.append(block_attention(q[:, own], k_cache, v_cache, held, k[:, own], v[:, own]))
     return (outs[0] if len(outs) == 1 else torch.cat(outs, 1)).transpose(1, 2)
 
 

@@ -177,7 +177,7 @@ def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_token_for_
     assert torch.equal(alone.tokens[0], want[0])
 
 
-@pytest.mark.parametrize("k, parts", [(10, 1), (48, 2), (4096, 4)])
+@pytest.mark.parametrize("k, parts", [(10, 1), (48, 2)])
 def test_a_product_in_parts_is_the_product(monkeypatch, k, parts):
     monkeypatch.setitem(ops.KERNELS, "linear", "few_rows")
     x, weight = torch.randn(2, 3, k, dtype=torch.float64), torch.randn(7, k, dtype=torch.float64)
