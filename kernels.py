@@ -222,6 +222,8 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
     if tile * q < l:
         first, step, ok = place(tile, l, q)
         cq = load2(C, first, step, ok, sCl, kn)
+        if z is not None:
+            zq = load2(z + row * szr + way * szw + end * szl + head * szh, first, step, ok, szl * sign, kp)
         # Decays count from the start of the tile, and its keys come first: between tokens that are
         # near, an exponent is then a difference of small numbers.
         _, a, _ = load_dt(dt, first, step, ok, sdl, a_head, bias_head)
@@ -241,9 +243,7 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
         yq += load2(x, first, step, ok, sxl, kp) * d_head
         out = ((row * l + end + sign * first) * ways + way) * h + head
         if z is not None:
-            z += row * szr + way * szw + end * szl + head * szh
-            zq = load2(z, first, step, ok, szl * sign, kp).to(tl.float32)
-            yq *= zq * tl.sigmoid(zq)
+            yq *= zq.to(tl.float32) * tl.sigmoid(zq.to(tl.float32))
             tl.store(power + out + step * (sign * ways * h), tl.sum(yq * yq, 1) / p, mask=ok)
         store2(y + out * p, step, ok, sign * ways * h * p, kp, yq)
     elif final is not None:

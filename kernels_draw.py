@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels import operator, rowwise
 
-SHARE, TILE = 2048, 512  # logits of one program, and of one turn of its loop
+SHARE, TILE = 1024, 512  # logits of one program, and of one turn of its loop
 
 
 @triton.jit

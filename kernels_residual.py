@@ -59,5 +59,5 @@ def add_norm(h: Tensor, parts: Optional[Tensor], power: Optional[Tensor], bias: 
     add_norm_kernel[tokens,](
         h, parts, power, bias, weight, shift, out, normed, tokens, EPS, d=d,
         P=0 if parts is None else len(parts), ways=ways, heads=heads, D=triton.next_power_of_2(d),
-        H=triton.next_power_of_2(heads), num_warps=4)
+        H=triton.next_power_of_2(heads), num_warps=8)
     return out, normed
