@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 import ops
 from configurator import ConfigError, configure
-from model import BlockDiffusionLM, ModelError, config_from_file
+from model import Attention, BlockDiffusionLM, ModelError, config_from_file
 from operations import OPERATIONS, update
 from sample import Sampler, make_decoder, prepare_for_inference
 from train import Parallel, ShardedAdamW, matmul_ceiling, train_flops
@@ -35,7 +35,7 @@ from train import Parallel, ShardedAdamW, matmul_ceiling, train_flops
 # -- settings --
 only = []                               # config files or operations, e.g. ['mamba_h_350m']; []: all
 lengths = []                            # of the sampling ladder; []: the paper's
-whole = [1024, 32768]                   # block models: lengths that are generated from start to end
+whole = [1024, 32768, 65536]            # block models: lengths that are generated from start to end
 tokens_per_step = 16                    # p
 micro_batch_size = 8                    # training sequences on a device
 seq_len = 0                             # tokens of a training sequence; 0: the config's
@@ -260,16 +260,15 @@ def new_decoder(model, cache, l):
 def block_rows(model, dev, ladder):
     """Rows of a block model. The time of one block (commit of the last one included) is measured at
     several prefix lengths; a generation is the sum over its blocks, interpolated between them.
-    `whole` lengths are generated from an empty prefix to the end instead."""
+    `whole` lengths are generated from an empty prefix to the end instead, short ones several times."""
     c = model.config
     l = c.block_len
     capacity = (-(-max(ladder) // l) - 1) * l           # the last block is never committed
     cache = model.new_cache(1, max(capacity, l), l)
     decoder, about = new_decoder(model, cache, l)
-    for part in sum(cache.layers, ()):                  # a prefix of random contents, not of zeros
-        part.normal_()
+    fill(cache, model)
     masks, found = torch.full((1, l), c.mask_id, device=dev), []
-    usual = (0, 1024, 4096, 16384, 65536, 131072)
+    usual = (0, l, 1024, 4096, 16384, 32768, 65536, 131072)        # the first block has nothing to commit
     at = sorted({capacity, *(prefix for prefix in usual if prefix < capacity)})
     for prefix in at:
         def block():
@@ -284,15 +283,29 @@ def block_rows(model, dev, ladder):
                    how="integrated", spread=max(spread), cache_bytes=cache.nbytes,
                    prefixes=at, block_ms=[1000 * s for s in seconds], **about)
         if length in whole:
-            cache.clear()
-            synchronize(dev)
-            begin = time.perf_counter()
-            for i in range(-(-length // l)):
-                decoder.decode(masks, i > 0, l)
-            synchronize(dev)
-            row.update(integrated=row["tok_per_s"], how="whole",
-                       tok_per_s=length / (time.perf_counter() - begin))
+            times = []
+            for _ in range(max(1, 8192 // length)):
+                cache.clear()
+                synchronize(dev)
+                begin = time.perf_counter()
+                for i in range(-(-length // l)):
+                    decoder.decode(masks, i > 0, l)
+                synchronize(dev)
+                times.append(time.perf_counter() - begin)
+            row.update(integrated=row["tok_per_s"], how="whole", tok_per_s=length / statistics.median(times))
         yield row
+
+
+def fill(cache, model):
+    """What the model makes of random tokens, keys and values again and again: how fast a GPU multiplies
+    depends on the numbers."""
+    n = min(8192, cache.max_len)
+    model.prefill(torch.randint(0, model.config.mask_id, (1, n), device=cache.lengths.device), cache)
+    for layer, state in zip(model.layers, cache.layers):
+        if isinstance(layer.mixer, Attention):
+            for part in state:
+                for i in range(n, cache.max_len, n):
+                    part[:, :, i:i + n] = part[:, :, :min(n, cache.max_len - i)]
 
 
 def full_sequence_rows(model, dev, ladder):

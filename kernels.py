@@ -236,11 +236,11 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
             before += tl.where(k > 0, total, 0.0)
             log_L = a[:, None] + (before - ak + tl.log2(dtk))[None, :]
             log_L = tl.where(i[:, None] + k * q >= i[None, :], log_L, float("-inf"))
-            scores = dot(cq, tl.trans(bk)) * tl.exp2(log_L)
+            skip = tl.where(i[:, None] + k * q == i[None, :], d_head, 0.0)  # D, on the diagonal
+            scores = dot(cq, tl.trans(bk)) * tl.exp2(log_L) + skip
             yq = dot(scores.to(xk.dtype), xk, yq)
         s = first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n, way == 0)
         yq += dot(cq, s.to(cq.dtype)) * tl.exp2(a + before)[:, None]
-        yq += load2(x, first, step, ok, sxl, kp) * d_head
         out = ((row * l + end + sign * first) * ways + way) * h + head
         if z is not None:
             yq *= zq.to(tl.float32) * tl.sigmoid(zq.to(tl.float32))
