@@ -4,7 +4,8 @@ and five learning rates (tab:validation-87m-full), or the four models and ablati
 
     python sweep.py config/sweep/87m.py             # the paper's grid: 100B tokens
     python sweep.py config/sweep/novels.py          # minutes; needs data/novels
-    python sweep.py --draw=FILE.json                # only the table and the picture of a sweep before
+    python sweep.py --draw=FILE.json,FILE2.json     # only tables and picture of sweeps before: the first,
+                                                    # and beside it how far repetitions part
 
 Each run is `train.py` in a process of its own, then `eval.py`. Start the same command again after an
 interrupt or a failure: what is done is not done again, and what was begun goes on from its checkpoint.
@@ -42,7 +43,7 @@ runs_per_gpu = 1                        # runs that share a GPU, for small model
 eval_settings = "mc=8"                  # of eval.py
 figure = ""                             # where to draw the curves; empty: out_dir/sweep.png
 table = ""                              # where to write the table as JSON; empty: out_dir/sweep.json
-draw = ""                               # such a JSON: show and draw it again, and train nothing
+draw = ""                               # such JSONs: show and draw them again, and train nothing
 # ---------------------------------------------------------------------------------------------
 
 SAME_RESULT = {"out_dir", "resume", "micro_batch_size", "log_interval", "device", "kernels", "compile",
@@ -325,12 +326,14 @@ def show(results):
     print_table([("run", [r["name"] for r in results]), *columns, ("best", marks)])
 
 
-def picture(results, path):
-    """Left: validation loss (and, thin, training loss) of each config file's plain run, or else of its
-    best one, against the step. Right: perplexity of the evaluated runs with the noise's standard error."""
+def picture(results, path, repetitions=()):
+    """Left: validation loss (and, dotted, training loss) of each config file's plain run, or else of its
+    best one, against the step. Right: perplexity of the evaluated runs with the noise's standard error.
+    Of repetitions, other results of the same runs, the validation loss is thin, the perplexity hollow."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
 
     kinds = {r["base"]: max((k for k in MODELS if k in r["base"]), key=len, default="") for r in results}
     looks = {base: MODELS[kind] if list(kinds.values()).count(kind) == 1 and kind else (
@@ -344,24 +347,32 @@ def picture(results, path):
         steps, val, training = ([p[key] for p in r["points"]] for key in ("step", "val", "train"))
         left.plot(steps, training, color=colour, lw=0.8, ls=":")
         left.plot(steps, val, color=colour, lw=1.8)
+        for again in (other for others in repetitions for other in others if other["name"] == r["name"]):
+            left.plot(*zip(*((p["step"], p["val"]) for p in again["points"])), color=colour, lw=0.8)
         ends += [(val[-1], steps[-1], name, colour)] if steps else []
     bottom, top = left.get_ylim()
     at = -math.inf
     for val, step, name, colour in sorted(ends):        # names at the ends, moved up where they touch
         at = max(val, at + 0.05 * (top - bottom))
         left.annotate(name, (step, at), (6, 0), textcoords="offset points", color=colour, va="center")
-    left.set(xlabel="step", ylabel="NELBO, nats per token", title="validation (solid) and training (dotted)")
+    again = "; thin: again" if repetitions else ""
+    left.set(xlabel="step", ylabel="NELBO, nats per token", title=f"validation (solid) and training (dotted){again}")
     for ax in right:
         for i, r in enumerate(evaluated):
             ppl, noise = r["eval"]["ppl"], r["eval"]["nelbo_se_noise"]
             ax.errorbar(ppl, i, xerr=ppl * noise if noise else None, fmt="o", color=looks[r["base"]][1],
                         ms=5, capsize=3)
+            for again in (other for others in repetitions for other in others):
+                if again["name"] == r["name"] and again.get("eval"):
+                    ax.plot(again["eval"]["ppl"], i, "o", color=looks[r["base"]][1], ms=5, mfc="none")
         ax.set_yticks(range(len(evaluated)), [r["name"] for r in evaluated], fontsize=8)
         ax.set_xscale("log")
+        ax.xaxis.set_minor_locator(LogLocator(subs=(2, 3, 5, 7)))
         for axis in (ax.xaxis.set_major_formatter, ax.xaxis.set_minor_formatter):
             axis("{x:.0f}")
         ax.tick_params(axis="x", which="both", labelsize=8)
-        ax.set(xlabel="validation perplexity; bars: error of the noise")
+        again = "; hollow: again" if repetitions else ""
+        ax.set(xlabel=f"validation perplexity; bars: its noise{again}")
         ax.grid(axis="x", which="both", color="0.9")
     for ax in (left, *right):
         ax.spines[["top", "right"]].set_visible(False)
@@ -398,17 +409,20 @@ def train_and_evaluate():
 
 def main():
     if draw:
-        record, errors, path = read_json(draw), [], draw
-        if not isinstance(record, dict) or not record.get("runs"):
-            raise ConfigError(f"{draw} is no file that sweep.py wrote")
+        paths, errors = draw.split(","), []
+        records = [read_json(path) for path in paths]
+        for path, record in zip(paths, records):
+            if not isinstance(record, dict) or not record.get("runs"):
+                raise ConfigError(f"{path} is no file that sweep.py wrote")
     else:
         record, errors = train_and_evaluate()
-        path = table or os.path.join(out_dir, "sweep.json")
-        write_json(path, record)
-    results = record["runs"]
-    show(results)
+        paths, records = [table or os.path.join(out_dir, "sweep.json")], [record]
+        write_json(paths[0], record)
+    path, (results, *repetitions) = paths[0], [record["runs"] for record in records]
+    for rows in (results, *repetitions):
+        show(rows)
     png = figure or f"{os.path.splitext(path)[0]}.png"
-    picture(results, png)
+    picture(results, png, repetitions)
     print(f"wrote {png}" if draw else f"wrote {path} and {png}")
     errors += [r["error"] for r in results if "error" in r]
     if errors and not draw:

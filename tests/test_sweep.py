@@ -138,7 +138,19 @@ def test_a_table_is_drawn_again_from_its_json_and_may_lack_evaluations(swept, tm
     assert f"{record['runs'][0]['val_loss']:.4f}" in table and "NELBO" not in table and "*" in table
     assert (tmp_path / "again.png").read_bytes() != whole
     with pytest.raises(ConfigError, match="no file that sweep.py wrote"):
-        run(f"--draw={swept[0]}/tiny_mamba_h/run.json")
+        run(f"--draw={path},{swept[0]}/tiny_mamba_h/run.json")
+
+
+def test_repetitions_are_drawn_beside_a_sweep(swept, tmp_path, capsys):
+    record = json.load(open(f"{swept[0]}/sweep.json"))
+    for row in record["runs"]:
+        for point in row["points"]:
+            point["val"] -= 0.5
+    (tmp_path / "again.json").write_text(json.dumps(record))
+    run(f"--draw={swept[0]}/sweep.json,{tmp_path}/again.json", f"--figure={tmp_path}/both.png")
+    table = capsys.readouterr().out.splitlines()
+    assert table[:1] == [line for line in table if line.startswith("run ")][1:]     # a table each
+    assert (tmp_path / "both.png").read_bytes() != open(f"{swept[0]}/sweep.png", "rb").read()
 
 
 def test_of_settings_given_twice_the_later_wins_and_values_may_hold_spaces(config):
