@@ -260,7 +260,7 @@ def new_decoder(model, cache, l):
 def block_rows(model, dev, ladder):
     """Rows of a block model. The time of one block (commit of the last one included) is measured at
     several prefix lengths; a generation is the sum over its blocks, interpolated between them.
-    `whole` lengths are generated from an empty prefix to the end instead, short ones several times."""
+    `whole` lengths are generated from an empty prefix to the end too, short ones several times."""
     c = model.config
     l = c.block_len
     capacity = (-(-max(ladder) // l) - 1) * l           # the last block is never committed
@@ -297,9 +297,10 @@ def block_rows(model, dev, ladder):
 
 
 def fill(cache, model):
-    """What the model makes of random tokens, keys and values again and again: how fast a GPU multiplies
-    depends on the numbers."""
-    n = min(8192, cache.max_len)
+    """Fills a cache with what the model makes of random tokens, keys and values repeated: how fast a GPU
+    multiplies depends on the numbers."""
+    l = model.config.block_len
+    n = min(max(8192 // l, 1) * l, cache.max_len)
     model.prefill(torch.randint(0, model.config.mask_id, (1, n), device=cache.lengths.device), cache)
     for layer, state in zip(model.layers, cache.layers):
         if isinstance(layer.mixer, Attention):

@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 
 import ops
-from model import BiMamba, Layer
+from model import Attention, BiMamba, Layer, modulate
 
 FEW_ROWS = 512                          # an active block and the one that is committed with its first step
 
 
 def linear_in_parts(x, weight, ways=1):
-    """x W^T as the sum over P, which is ways (1 or 2) or 2, of what is returned: x (..., k), weight (d, k)
-    -> (P, ..., d). A product with few rows and a long sum leaves most of a GPU idle (256 x 4352 x 1088
-    takes an H200 11 us where its limit is 4, in two parts 8), so the sum is cut; adding the parts joins the
+    """x W^T in one or two parts that add up to it, in two if ways, the inputs that x joins, is 2: x (..., k),
+    weight (d, k) -> (P, ..., d). A product with few rows and a long sum leaves most of a GPU idle (256 x
+    4352 x 1088 takes an H200 11 us where its limit is 4, in two parts 8); adding the parts joins the
     addition after it."""
     rows, k = x.numel() // x.size(-1), x.size(-1)
     cut = ops.KERNELS["linear"] == "few_rows" and rows <= FEW_ROWS and k % 16 == 0
@@ -43,23 +43,17 @@ class Replacement(torch.nn.Module):
 
 
 class LinearInParts(Replacement):
-    """A Linear whose sum is cut, see above. With `keep` its result stays in parts and lacks the bias."""
-
-    def __init__(self, linear, keep):
-        super().__init__(linear)
-        self.keep = keep
+    """A Linear whose sum is cut, see above; its result is parts that lack the bias."""
 
     def forward(self, x):
-        parts = linear_in_parts(x, self.weight)
-        if self.keep:
-            return parts
-        y = ops.join_parts(parts)
-        return y if self.bias is None else y + self.bias
+        return linear_in_parts(x, self.weight)
 
 
 @torch.library.custom_op("nanobdlm::linear_gelu", mutates_args=())
 def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """gelu(x W^T + b), the tanh form, with cuBLASLt doing the GELU: a pass less over the result."""
+    if not x.is_cuda:                                   # where the call below takes the other form
+        return F.gelu(F.linear(x, weight, bias), approximate="tanh")
     y = torch._addmm_activation(bias, x.reshape(-1, x.size(-1)), weight.t(), use_gelu=True)
     return y.view(*x.shape[:-1], -1)
 
@@ -101,11 +95,7 @@ class MergedMamba:
         self.D = torch.stack([m.D for m in pair]).to(exact)
 
     def __call__(self, u, conv, ssm):
-        """BiMamba.scan_both(u, conv, ssm); u (b, l, d)."""
-        return ops.join_parts(*self.parts(u, conv, ssm))
-
-    def parts(self, u, conv, ssm):
-        """The same before its last sum: parts and power as in ops.join_parts."""
+        """BiMamba.scan_both(u, conv, ssm), u (b, l, d), still in parts: see ops.join_parts."""
         h, di, n, inner = self.heads, self.d_inner, self.d_state, self.inner
         proj = F.linear(u, self.w_in)
         z, xBC = proj[..., :2 * inner].unflatten(-1, (2, inner)).split([di, inner - di], -1)
@@ -117,57 +107,79 @@ class MergedMamba:
         return linear_in_parts(y.flatten(2), self.w_out, ways=2), power
 
 
-class FoldedLayer(Layer):
+class InferenceLayer(torch.nn.Module):
     """
-    A layer that is not modulated any more. Additions to the residual stream wait for the norm that reads
-    it, a pass less over it: between layers it is (h, parts, bias), still to be summed by ops.add_norm.
+    A layer with products and mixers in these forms. Additions to the residual stream wait for the norm
+    that reads it, a pass less over it: between layers it is (h, parts, bias), which ops.add_norm sums.
     """
+    modulation, modulation_of_both = Layer.modulation, Layer.modulation_of_both
 
-    def __init__(self, layer):
-        torch.nn.Module.__init__(self)                  # with the same names for the same weights
-        self.norm1, self.norm2, self.mixer, self.mlp = layer.norm1, layer.norm2, layer.mixer, layer.mlp
+    def __init__(self, layer, dtype):
+        super().__init__()                              # the same names for the same weights
+        self.hybrid, self.adaln = layer.hybrid, layer.adaln
+        self.norm1, self.norm2, self.mixer = layer.norm1, layer.norm2, layer.mixer
+        self.mlp = torch.nn.Sequential(
+            LinearGelu(layer.mlp[0]), torch.nn.Identity(), LinearInParts(layer.mlp[2]))
+        self.in_parts, self.merged = isinstance(self.mixer, Attention), None
+        if self.in_parts:
+            self.mixer.out_proj = LinearInParts(self.mixer.out_proj)
+        if isinstance(self.mixer, BiMamba):
+            self.mixer.fwd.joined = self.mixer.fwd.join_projections().to(dtype)
+            self.merged = MergedMamba(self.mixer, dtype) if self.mixer.reverse_scan else None
 
-    def enter(self, stream):
+    def enter(self, stream, mod):
         h, parts, bias = stream if isinstance(stream, tuple) else (stream, None, None)
-        return ops.add_norm(h, parts, None, bias, self.norm1.weight, self.norm1.bias)
+        h, u = ops.add_norm(h, parts, None, bias, self.norm1.weight, self.norm1.bias)
+        return h, modulate(u, mod[0], mod[1])
 
-    def leave(self, h, parts, power=None):
+    def leave(self, h, parts, power, mod):
+        if mod[2] is not None:
+            parts, power = (mod[2] * ops.join_parts(parts, power))[None], None
         h, u = ops.add_norm(h, parts, power, None, self.norm2.weight, self.norm2.bias)
-        return h, self.mlp(u), self.mlp[2].bias
+        parts, bias = self.mlp(modulate(u, mod[3], mod[4])), self.mlp[2].bias
+        if mod[5] is not None:
+            parts, bias = (mod[5] * (ops.join_parts(parts) + bias))[None], None
+        return h, parts, bias
 
     def mix_clean(self, u, state, lengths, rope, block_len):
         """mixer.extend -> parts and power, see ops.join_parts"""
         y = self.mixer.extend(u, state, lengths, rope, block_len)
-        return y[None] if isinstance(self.mixer, BiMamba) else y, None
+        return y if self.in_parts else y[None], None
 
     def mix(self, u, state, lengths, rope):
-        """mixer.denoise, likewise"""
-        if isinstance(self.mixer, BiMamba) and self.mixer.merges(u):
-            return self.mixer.merged.parts(u, *state)
+        """mixer.denoise, likewise; the merged scan does not cut rows"""
+        if self.merged is not None and u.size(1) <= ops.SCAN_ROW:
+            return self.merged(u, *state)
         y = self.mixer.denoise(u, state, lengths, rope)
-        return y[None] if isinstance(self.mixer, BiMamba) else y, None
+        return y if self.in_parts else y[None], None
 
     def extend(self, stream, c, state, lengths, rope, block_len):
-        h, u = self.enter(stream)
-        return self.leave(h, *self.mix_clean(u, state, lengths, rope, block_len))
+        mod = self.modulation(c)
+        h, u = self.enter(stream, mod)
+        return self.leave(h, *self.mix_clean(u, state, lengths, rope, block_len), mod)
 
     def denoise(self, stream, c, state, lengths, rope):
-        h, u = self.enter(stream)
-        return self.leave(h, *self.mix(u, state, lengths, rope))
+        mod = self.modulation(c)
+        h, u = self.enter(stream, mod)
+        return self.leave(h, *self.mix(u, state, lengths, rope), mod)
 
     def commit_and_denoise(self, stream, c_clean, c_noisy, state, lengths, ropes):
-        h, u = self.enter(stream)
+        mod = self.modulation_of_both(c_clean, c_noisy)
+        h, u = self.enter(stream, mod)
         b, l = len(h) // 2, h.size(1)
-        y_clean = ops.join_parts(*self.mix_clean(u[:b], state, lengths, ropes[0], l))
-        y = ops.join_parts(*self.mix(u[b:], state, lengths + l, ropes[1]))
-        return self.leave(h, torch.cat([y_clean, y])[None])
+        clean = self.mix_clean(u[:b], state, lengths, ropes[0], l)
+        noisy = self.mix(u[b:], state, lengths + l, ropes[1])
+        if self.merged is not None:                     # whose parts lack a norm
+            clean, noisy = ((ops.join_parts(*y)[None], None) for y in (clean, noisy))
+        return self.leave(h, torch.cat([clean[0], noisy[0]], 1), None, mod)
 
 
-def folded_final(norm):
-    """BlockDiffusionLM.final after the last FoldedLayer."""
+def final_after(norm, adaln):
+    """BlockDiffusionLM.final after the last InferenceLayer."""
     def final(stream, c, skip=0):
         h, parts, bias = stream
-        return ops.add_norm(h, parts, None, bias, norm.weight, norm.bias)[1][skip:]
+        u = ops.add_norm(h, parts, None, bias, norm.weight, norm.bias)[1][skip:]
+        return u if c is None else modulate(u, *adaln(c).chunk(2, -1))
     return final
 
 
@@ -196,10 +208,9 @@ def fold_layer(layer, c):
 @torch.no_grad()
 def prepare_for_inference(model, dtype):
     """
-    After this a model can be neither trained nor saved. Without timestep conditioning, the constant
-    modulation goes into norms and projections, and additions to the residual stream wait; the two Mamba
-    directions become one mixer; projections and head get aligned widths, long sums are cut; weights
-    become dtype, but for A, dt and D. Returns the model.
+    After this a model generates and does nothing else. Without timestep conditioning, the constant
+    modulation goes into norms and projections; layers become InferenceLayers; the head gets an aligned
+    width; weights become dtype, but for A, dt and D. Returns the model.
     """
     if not model.config.time_conditioning:
         c = model.condition(None)
@@ -207,19 +218,8 @@ def prepare_for_inference(model, dtype):
             fold_layer(layer, c)
         fold_norm(model.norm, *(p.flatten() for p in model.adaln(c).chunk(2, -1)))
         model.folded = True
-    for i, layer in enumerate(model.layers):
-        if isinstance(layer.mixer, BiMamba):
-            if layer.mixer.reverse_scan:
-                layer.mixer.merged = MergedMamba(layer.mixer, dtype)
-            layer.mixer.fwd.joined = layer.mixer.fwd.join_projections().to(dtype)
-        else:
-            layer.mixer.out_proj = LinearInParts(layer.mixer.out_proj, keep=model.folded)
-        layer.mlp = torch.nn.Sequential(                # with the same names for the same weights
-            LinearGelu(layer.mlp[0]), torch.nn.Identity(), LinearInParts(layer.mlp[2], keep=model.folded))
-        if model.folded:
-            model.layers[i] = FoldedLayer(layer)
-    if model.folded:
-        model.final = folded_final(model.norm)
+    model.layers = torch.nn.ModuleList(InferenceLayer(layer, dtype) for layer in model.layers)
+    model.final = final_after(model.norm, model.adaln)
     pad = (0, 0, 0, -model.config.vocab_size % 64)
     model.head.weight = torch.nn.Parameter(F.pad(model.head.weight, pad))
     for name, p in model.named_parameters():

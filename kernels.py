@@ -7,7 +7,8 @@ Triton kernels of the scan (paper, eq. mamba-scan-background) and helpers that a
 A module of its own, because nobody needs it to read or to run the model: Triton comes with torch's
 CUDA build, and without it ops.py never imports this file. What passes between rows is in
 kernels_states.py, the convolution in kernels_conv.py, a whole mixer in kernels_mixer.py, attention
-in kernels_two_stream.py (training) and kernels_attention.py (generation).
+in kernels_two_stream.py (training) and kernels_attention.py (generation), what else generation has
+of its own in kernels_residual.py and kernels_draw.py.
 
 Without a GPU, Triton's interpreter tests it:    python -m pytest tests/test_kernels.py -k scan
 Time it on one:                                  python bench.py ops --only=['scan']

@@ -20,22 +20,19 @@ from ops import EPS
 
 @triton.jit
 def add_norm_kernel(h, parts, power, bias, weight, shift, out, normed, tokens, eps,
-                    d: tl.constexpr, P: tl.constexpr, ways: tl.constexpr, heads: tl.constexpr,
-                    D: tl.constexpr, H: tl.constexpr):
+                    d: tl.constexpr, P: tl.constexpr, heads: tl.constexpr, D: tl.constexpr,
+                    H: tl.constexpr):
     """One token; its d channels are padded to D, its heads to H, powers of two."""
     token, k = tl.program_id(0).to(tl.int64), tl.arange(0, D)
     ok = k < d
     x = tl.load(h + token * d + k, mask=ok, other=0.0).to(tl.float32)
     if bias is not None:
         x += tl.load(bias + k, mask=ok, other=0.0).to(tl.float32)
-    for way in tl.static_range(ways):
-        part = tl.zeros((D,), tl.float32)
-        for i in tl.static_range(P // ways):
-            at = ((way * (P // ways) + i) * tokens + token) * d + k
-            part += tl.load(parts + at, mask=ok, other=0.0).to(tl.float32)
+    for i in tl.static_range(P):
+        part = tl.load(parts + (token + i * tokens) * d + k, mask=ok, other=0.0).to(tl.float32)
         if power is not None:
             head = tl.arange(0, H)
-            at = power + (token * ways + way) * heads + head
+            at = power + (token * P + i) * heads + head
             total = tl.sum(tl.load(at, mask=head < heads, other=0.0))
             part *= tl.rsqrt(total / heads + eps)
         x += part
@@ -51,13 +48,15 @@ def add_norm_kernel(h, parts, power, bias, weight, shift, out, normed, tokens, e
 @operator(lambda h, *_: (h.new_empty(h.shape), h.new_empty(h.shape)))
 def add_norm(h: Tensor, parts: Optional[Tensor], power: Optional[Tensor], bias: Optional[Tensor],
              weight: Tensor, shift: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
-    """As ops.add_norm. h (b, s, d), parts (P, b, s, d) and power (b, s, ways, heads) contiguous."""
-    assert all(u is None or u.is_contiguous() for u in (h, parts, power))
+    """As ops.add_norm, all tensors contiguous."""
+    P, heads = 0 if parts is None else len(parts), 1 if power is None else power.shape[-1]
+    tensors = (h, parts, power, bias, weight, shift)
+    assert all(u is None or u.is_contiguous() for u in tensors), "tensors must be contiguous"
+    assert (not P or parts.shape[1:] == h.shape) and (power is None or power.shape[-2] == P), (
+        "parts are shaped as h; with power there is one for each way")
     out, normed, d = torch.empty_like(h), torch.empty_like(h), h.shape[-1]
-    ways, heads = (1, 1) if power is None else power.shape[-2:]
     tokens = h.numel() // d
     add_norm_kernel[tokens,](
         h, parts, power, bias, weight, shift, out, normed, tokens, EPS, d=d,
-        P=0 if parts is None else len(parts), ways=ways, heads=heads, D=triton.next_power_of_2(d),
-        H=triton.next_power_of_2(heads), num_warps=8)
+        P=P, heads=heads, D=triton.next_power_of_2(d), H=triton.next_power_of_2(heads), num_warps=8)
     return out, normed

@@ -245,7 +245,6 @@ class BiMamba(nn.Module):
         super().__init__()
         self.fwd, self.rev = Mamba2(config), Mamba2(config)
         self.reverse_scan, self.detach_prefix = config.reverse_scan, config.detach_prefix
-        self.merged = None                              # see fold.prepare_for_inference
 
     def scan_both(self, u, conv=None, ssm=None):
         """Eq. partial-reverse: forward from the boundary state, reverse inside the block alone."""
@@ -273,13 +272,9 @@ class BiMamba(nn.Module):
         ssm.copy_(ssms[:, -1])
         return y
 
-    def merges(self, u):
-        """Whether u (b, l, d) goes through the merged mixer, whose scan does not cut rows."""
-        return self.merged is not None and u.size(1) <= ops.SCAN_ROW
-
     def denoise(self, u, state, lengths, rope):
         """One noisy block u (b, l, d): both directions, nothing written."""
-        return self.merged(u, *state) if self.merges(u) else self.scan_both(u, *state)
+        return self.scan_both(u, *state)
 
 
 class Layer(nn.Module):
@@ -306,6 +301,14 @@ class Layer(nn.Module):
         parts = self.adaln(c).chunk(2 if self.hybrid else 6, -1)
         return (*parts, *(None,) * (6 - len(parts)))
 
+    def modulation_of_both(self, c_clean, c_noisy):
+        """The same for as many clean rows as c_noisy (m, 1, d) has and, after them, its noisy ones."""
+        mod = self.modulation(c_noisy)
+        if c_clean is not None or c_noisy is None:      # then all rows are modulated alike
+            return mod
+        still = [0, 0, 1, 0, 0, 1]                      # no modulation: shift 0, scale 0, gate 1
+        return [p if p is None else torch.cat([torch.full_like(p, v), p]) for p, v in zip(mod, still)]
+
     def enter(self, h, mod):
         return modulate(self.norm1(h), mod[0], mod[1])
 
@@ -331,15 +334,11 @@ class Layer(nn.Module):
     def commit_and_denoise(self, h, c_clean, c_noisy, state, lengths, ropes):
         """Rows h (2 b, l, d): finished blocks, then the active blocks after them. One pass does
         `extend` and then `denoise`, and what works position by position reads its weights once."""
-        (b, l), parts = (len(h) // 2, h.size(1)), self.modulation(c_noisy)
-        if c_clean is None and c_noisy is not None:     # no modulation: shift 0, scale 0, gate 1
-            still = [0, 0, 1, 0, 0, 1]
-            parts = [p if p is None else torch.cat([torch.full_like(p, v).expand(b, -1, -1),
-                                                    p.expand(b, -1, -1)]) for p, v in zip(parts, still)]
-        u = self.enter(h, parts)
+        (b, l), mod = (len(h) // 2, h.size(1)), self.modulation_of_both(c_clean, c_noisy)
+        u = self.enter(h, mod)
         y_clean = self.mixer.extend(u[:b], state, lengths, ropes[0], l)
         y = self.mixer.denoise(u[b:], state, lengths + l, ropes[1])
-        return self.leave(h, torch.cat([y_clean, y]), parts)
+        return self.leave(h, torch.cat([y_clean, y]), mod)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -408,6 +407,7 @@ class BlockDiffusionLM(nn.Module):
         results (GELU, norms) again: a third less memory for at most 2 % of the time."""
         if importlib.util.find_spec("triton") is None:  # what torch.compile writes its kernels in
             return
+        torch._dynamo.config.recompile_limit = 64       # kinds of layers, batch sizes, both kinds of step
         from torch._functorch import config as partitioner
         partitioner.ban_recompute_materialized_backward = False
         partitioner.ban_recompute_used_far_apart = False

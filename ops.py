@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 KERNELS = {"scan": "torch", "mixer": "torch", "two_stream": "sdpa", "cached": "sdpa", "cross_entropy": "torch",
            "linear": "torch", "residual": "torch", "draw": "torch"}    # linear: see fold.py
-EPS = 1e-5                              # of every norm
+EPS = 1e-5                              # of every norm, as in torch.nn.LayerNorm
 
 
 def at_least_fp32(dtype):
@@ -283,13 +283,12 @@ def mamba_mixer(proj, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_we
 
 def join_parts(parts, power=None):
     """
-    The sum of a product's parts (P, b, s, d) -> (b, s, d). With power (b, s, w, h), the mean squares of
-    heads: the parts belong to w inputs, in this order, and each still lacks the RMS norm of its input.
+    The sum of a product's parts (P, b, s, d) -> (b, s, d). With power (b, s, P, h), the mean squares of
+    heads: each part still lacks the RMS norm of its input.
     """
     dtype = parts.dtype
     if power is not None:
-        rstd = torch.rsqrt(power.mean(-1) + EPS).movedim(-1, 0)                # (w, b, s)
-        parts = parts * rstd.repeat_interleave(len(parts) // len(rstd), 0)[..., None]
+        parts = parts * torch.rsqrt(power.mean(-1) + EPS).movedim(-1, 0)[..., None]
     return parts.sum(0).to(dtype)
 
 

@@ -96,7 +96,7 @@ class Sampler:
         if self.temperature != 1:
             logits = logits.double() / self.temperature
         noise = self.draw("exponential", *logits.shape[1:], device=logits.device)
-        if noise.device.type == "cpu":                  # where a draw may be 0; on a GPU none is
+        if self.generators[0].device.type == "cpu":     # where a draw may be 0; on a GPU none is
             noise.clamp_(min=torch.finfo(noise.dtype).tiny)
         return ops.gumbel_argmax(cut(logits, self.top_k, self.top_p), noise)
 

@@ -43,7 +43,7 @@ runs_per_gpu = 1                        # runs that share a GPU, for small model
 eval_settings = "mc=8"                  # of eval.py
 figure = ""                             # where to draw the curves; empty: out_dir/sweep.png
 table = ""                              # where to write the table as JSON; empty: out_dir/sweep.json
-draw = ""                               # such JSONs: show and draw them again, and train nothing
+draw = ""                               # such JSONs, between commas: show and draw them, and train nothing
 # ---------------------------------------------------------------------------------------------
 
 SAME_RESULT = {"out_dir", "resume", "micro_batch_size", "log_interval", "device", "kernels", "compile",
@@ -339,6 +339,7 @@ def picture(results, path, repetitions=()):
     looks = {base: MODELS[kind] if list(kinds.values()).count(kind) == 1 and kind else (
         base, MODELS[kind][1] if kind else f"C{i}") for i, (base, kind) in enumerate(kinds.items())}
     evaluated = [r for r in results if r.get("eval")][::-1]
+    others = [r for rows in repetitions for r in rows]
     fig, ((left, *right),) = plt.subplots(1, 1 + bool(evaluated), squeeze=False,
                                           figsize=(7 + 6 * bool(evaluated), 4.6))
     plain, ends = {r["base"]: r for r in results if r["name"] == r["base"]}, []
@@ -347,22 +348,23 @@ def picture(results, path, repetitions=()):
         steps, val, training = ([p[key] for p in r["points"]] for key in ("step", "val", "train"))
         left.plot(steps, training, color=colour, lw=0.8, ls=":")
         left.plot(steps, val, color=colour, lw=1.8)
-        for again in (other for others in repetitions for other in others if other["name"] == r["name"]):
-            left.plot(*zip(*((p["step"], p["val"]) for p in again["points"])), color=colour, lw=0.8)
+        for again in others:
+            if again["name"] == r["name"]:
+                left.plot(*zip(*((p["step"], p["val"]) for p in again["points"])), color=colour, lw=0.8)
         ends += [(val[-1], steps[-1], name, colour)] if steps else []
     bottom, top = left.get_ylim()
     at = -math.inf
     for val, step, name, colour in sorted(ends):        # names at the ends, moved up where they touch
         at = max(val, at + 0.05 * (top - bottom))
         left.annotate(name, (step, at), (6, 0), textcoords="offset points", color=colour, va="center")
-    again = "; thin: again" if repetitions else ""
-    left.set(xlabel="step", ylabel="NELBO, nats per token", title=f"validation (solid) and training (dotted){again}")
+    note = "; thin: again" if others else ""
+    left.set(xlabel="step", ylabel="NELBO, nats per token", title=f"validation (solid) and training (dotted){note}")
     for ax in right:
         for i, r in enumerate(evaluated):
             ppl, noise = r["eval"]["ppl"], r["eval"]["nelbo_se_noise"]
             ax.errorbar(ppl, i, xerr=ppl * noise if noise else None, fmt="o", color=looks[r["base"]][1],
                         ms=5, capsize=3)
-            for again in (other for others in repetitions for other in others):
+            for again in others:
                 if again["name"] == r["name"] and again.get("eval"):
                     ax.plot(again["eval"]["ppl"], i, "o", color=looks[r["base"]][1], ms=5, mfc="none")
         ax.set_yticks(range(len(evaluated)), [r["name"] for r in evaluated], fontsize=8)
@@ -371,8 +373,8 @@ def picture(results, path, repetitions=()):
         for axis in (ax.xaxis.set_major_formatter, ax.xaxis.set_minor_formatter):
             axis("{x:.0f}")
         ax.tick_params(axis="x", which="both", labelsize=8)
-        again = "; hollow: again" if repetitions else ""
-        ax.set(xlabel=f"validation perplexity; bars: its noise{again}")
+        note = "; hollow: again" if others else ""
+        ax.set(xlabel=f"validation perplexity; bars: its noise{note}")
         ax.grid(axis="x", which="both", color="0.9")
     for ax in (left, *right):
         ax.spines[["top", "right"]].set_visible(False)

@@ -11,6 +11,7 @@ import torch
 import bench
 import operations
 from configurator import ConfigError, settings_of
+from model import BlockDiffusionLM, ModelConfig
 
 TINY = ["--device=cpu", "--warmup=0", "--iterations=1", "--micro_batch_size=1"]
 
@@ -159,3 +160,13 @@ def test_an_unknown_subcommand_is_one_sentence_and_none_lists_them(capsys):
         bench.main([])
     listed = capsys.readouterr().out
     assert all(f"bench.py {word}" in listed for word in ("train", "sample", "ops", "plot"))
+
+
+def test_what_a_prefix_holds_is_made_by_the_model_and_repeated():
+    torch.manual_seed(0)
+    model = BlockDiffusionLM(ModelConfig(vocab_size=30, seq_len=9216, block_len=3072, n_layer=2, attn_every=2, n_head=2,
+                                         d_model=16, d_state=16, mamba_head_dim=16)).eval()
+    cache = model.new_cache(1, 9216)
+    bench.fill(cache, model)                            # 6144 tokens, and half of them again
+    (keys, _), (_, ssm) = cache.layers
+    assert keys.ne(0).any(-1).all() and torch.equal(keys[:, :, 6144:], keys[:, :, :3072]) and ssm.ne(0).any()

@@ -169,8 +169,11 @@ def test_prepared_weights_in_graphs_give_the_tokens_of_the_model_without_a_cache
     want = model.generate_naive(prompts, 130, lambda xt, logits_fn: sample.decode_block(xt, logits_fn, draws))
     ops.select_kernels("auto", "cuda")
     model = prepare_for_inference(model, torch.float32)
-    out = generate(model, list(prompts), 130, sampler(), engine="graphs")
-    assert torch.equal(torch.stack(out.tokens), want)
+    for compiled in (False, True):
+        if compiled:
+            model.compile_layers("denoise", "commit_and_denoise")
+        out = generate(model, list(prompts), 130, sampler(), engine="graphs")
+        assert torch.equal(torch.stack(out.tokens), want)
 
 
 def test_without_what_graphs_need_generation_goes_on_and_says_why(capsys):

@@ -142,15 +142,19 @@ def test_a_table_is_drawn_again_from_its_json_and_may_lack_evaluations(swept, tm
 
 
 def test_repetitions_are_drawn_beside_a_sweep(swept, tmp_path, capsys):
-    record = json.load(open(f"{swept[0]}/sweep.json"))
-    for row in record["runs"]:
-        for point in row["points"]:
-            point["val"] -= 0.5
-    (tmp_path / "again.json").write_text(json.dumps(record))
-    run(f"--draw={swept[0]}/sweep.json,{tmp_path}/again.json", f"--figure={tmp_path}/both.png")
-    table = capsys.readouterr().out.splitlines()
-    assert table[:1] == [line for line in table if line.startswith("run ")][1:]     # a table each
-    assert (tmp_path / "both.png").read_bytes() != open(f"{swept[0]}/sweep.png", "rb").read()
+    pictures = []
+    for curve, ppl in ((0, 1), (0.5, 1), (0, 1.5)):
+        record = json.load(open(f"{swept[0]}/sweep.json"))
+        for row in record["runs"]:
+            row.get("eval", {"ppl": 0})["ppl"] *= ppl
+            for point in row["points"]:
+                point["val"] -= curve
+        (tmp_path / "again.json").write_text(json.dumps(record))
+        run(f"--draw={swept[0]}/sweep.json,{tmp_path}/again.json", f"--figure={tmp_path}/both.png")
+        table = capsys.readouterr().out.splitlines()
+        assert table[:1] == [line for line in table if line.startswith("run ")][1:]     # a table each
+        pictures.append((tmp_path / "both.png").read_bytes())
+    assert len(set(pictures)) == 3
 
 
 def test_of_settings_given_twice_the_later_wins_and_values_may_hold_spaces(config):
