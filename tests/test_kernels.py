@@ -283,7 +283,7 @@ def test_gradients_of_two_streams_do_not_depend_on_the_layout_of_the_outputs_gra
         out = kernels_two_stream.two_stream(q, k, v, 128, 0.1)
         grads.append(torch.autograd.grad(out, (q, k, v), layout))
     for again in grads[1:]:
-        assert all(error(a, b.double()) < 1e-3 for a, b in zip(again, grads[0]))
+        assert all(error(a, b.double()) < 5e-3 for a, b in zip(again, grads[0]))
 
 
 @pytest.mark.parametrize("e", [52, 64])
