@@ -7,8 +7,8 @@ and five learning rates (tab:validation-87m-full), or the four models and ablati
     python sweep.py --draw=FILE.json,FILE2.json     # only tables and picture of sweeps before: the first,
                                                     # and beside it how far repetitions part
 
-Each run is `train.py` in a process of its own, then `eval.py`. Start the same command again after an
-interrupt or a failure: what is done is not done again, and what was begun goes on from its checkpoint.
+Each run is `train.py` in a process of its own and right after it `eval.py`. Start the same command again after
+an interrupt or a failure: what is done is not done again, and what was begun goes on from its checkpoint.
 """
 import contextlib
 import json
@@ -46,6 +46,7 @@ table = ""                              # where to write the table as JSON; empt
 draw = ""                               # such JSONs, between commas: show and draw them, and train nothing
 # ---------------------------------------------------------------------------------------------
 
+EVALUATION = 100                        # steps that an evaluation counts for in the progress bar
 SAME_RESULT = {"out_dir", "resume", "micro_batch_size", "log_interval", "device", "kernels", "compile",
                "dist_timeout"}          # settings of train.py that may change between two starts
 COLUMNS = {"parameters": ("parameters", ","), "rate": ("learning_rate", "g"), "tokens": ("tokens", ","),
@@ -209,11 +210,11 @@ def start(run, script, place, threads):
                                 start_new_session=True)
 
 
-def run_all(todo, script, bar, done):
+def run_all(todo, evaluate, bar, done):
     """
-    Runs train.py or eval.py for each run, as places become free, and moves the bar to done(). A run
-    that fails keeps the reason in `error`, and the others go on. On a signal all processes are told
-    to end, on which train.py saves; when they have, this raises KeyboardInterrupt.
+    Trains the runs and, if `evaluate`, evaluates each as soon as it is trained, as places become free;
+    moves the bar to done(). A run that fails keeps the reason in `error`, and the others go on. On a signal
+    all processes are told to end, on which train.py saves; when they have, this raises KeyboardInterrupt.
     """
     waiting, running, free = list(todo), {}, places()
     threads = max(1, (os.cpu_count() or 1) // (len(free) * gpus_per_run))
@@ -221,13 +222,16 @@ def run_all(todo, script, bar, done):
         while (waiting and not stop) or running:
             while waiting and free and not stop:
                 run, place = waiting.pop(0), free.pop(0)
-                running[start(run, script, place, threads)] = run, place
+                script = "eval" if run.trained else "train"
+                running[start(run, script, place, threads)] = run, script, place
             time.sleep(0.2)
             for process in [p for p in running if p.poll() is not None]:
-                run, place = running.pop(process)
+                run, script, place = running.pop(process)
                 free.append(place)
                 if process.returncode == 0:
                     run.remember(**{"trained": True} if script == "train" else {"evaluated": eval_settings})
+                    if script == "train" and evaluate:
+                        waiting.insert(0, run)
                 elif not stop:
                     run.error = run.why(script, process.returncode)
             if news := done() - bar.n:
@@ -240,26 +244,22 @@ def run_all(todo, script, bar, done):
                 raise KeyboardInterrupt
 
 
-def train_all(todo, everything):
-    """Trains the runs that are not trained yet. The bar counts the steps of `everything`."""
-    todo = [run for run in todo if not run.trained and not run.error]
+def finish(todo, everything, evaluate):
+    """Trains the runs that are not trained yet and, if `evaluate`, evaluates those that are not evaluated.
+    The bar counts the steps of `everything`."""
+    def done():
+        return sum(run.steps for run in everything) + EVALUATION * sum(bool(run.report) for run in counted)
+
+    todo = [run for run in todo if not run.error and not (run.trained and (run.report or not evaluate))]
+    counted = todo if evaluate else []
     for run in todo:
-        run.claim()
-
-    def steps():
-        return sum(run.steps for run in everything)
+        if not run.trained:
+            run.claim()
     if todo:
-        total = sum(run.settings["max_iters"] for run in everything)
-        with tqdm(desc="training", total=total, initial=steps(), unit="step",
-                  unit_scale=True, smoothing=0) as bar:
-            run_all(todo, "train", bar, steps)
-
-
-def evaluate_all(todo):
-    todo = [run for run in todo if run.trained and run.report is None]
-    if todo:
-        with tqdm(desc="evaluating", total=len(todo), unit="run") as bar:
-            run_all(todo, "eval", bar, lambda: sum(bool(run.report or run.error) for run in todo))
+        total = sum(run.settings["max_iters"] for run in everything) + EVALUATION * len(counted)
+        with tqdm(desc="training and evaluation" if evaluate else "choice of rates", total=total, initial=done(),
+                  unit="step", unit_scale=True, smoothing=0) as bar:
+            run_all(todo, evaluate, bar, done)
 
 
 def plan():
@@ -397,10 +397,9 @@ def train_and_evaluate():
         if run.settings["data"] == "data/stdlib":
             prepare_stdlib()                            # here, as the runs would all do it at once
         TokenData(run.settings["data"], "train", run.settings["tokenizer"])
-    train_all(picking, [*picking, *chosen])
+    finish(picking, [*picking, *chosen], evaluate=False)
     chosen = [with_best_rate(run, tries.get(run.file, [])) for run in chosen]
-    train_all(chosen, [*picking, *chosen])
-    evaluate_all(chosen)
+    finish(chosen, [*picking, *chosen], evaluate=True)
     rates = {run.base: {} for run in picking}
     for run in picking:
         rates[run.base][f"{run.settings['learning_rate']:g}"] = run.points[-1]["val"] if run.trained else None

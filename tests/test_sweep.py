@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 from test_train import ROOT, TINY, corpus, read_log  # noqa: F401  (a fixture)
@@ -181,6 +182,26 @@ def test_the_sweeps_of_config_name_configs_and_settings_that_exist(name, monkeyp
     assert len({run.folder for run in everything}) == len(everything) == {"87m": 20, "novels": 19}[name]
     import eval as eval_module
     configure(settings_of(vars(eval_module)), [f"--{word}" for word in sweep.eval_settings.split()])
+
+
+def test_a_run_is_evaluated_before_the_next_one_is_trained(monkeypatch):
+    """What is cut off then loses whole runs, and not all evaluations."""
+    order = []
+
+    class Run:
+        trained = False
+
+        def remember(self, **news):
+            self.trained = True
+
+    def start(run, script, place, threads):
+        order.append((run, script))
+        return subprocess.Popen([sys.executable, "-c", ""])
+    monkeypatch.setattr(sweep, "places", lambda: [[]])
+    monkeypatch.setattr(sweep, "start", start)
+    a, b = Run(), Run()
+    sweep.run_all([a, b], True, types.SimpleNamespace(n=0), lambda: 0)
+    assert order == [(a, "train"), (a, "eval"), (b, "train"), (b, "eval")]
 
 
 def test_runs_share_gpus_or_spread_over_them(monkeypatch):
