@@ -178,7 +178,8 @@ def test_prepared_weights_in_graphs_give_the_tokens_of_the_model_without_a_cache
 
 def test_without_what_graphs_need_generation_goes_on_and_says_why(capsys):
     model = prepare_for_inference(gpu_model("mamba_h", block_len=64).cuda(), torch.float32)
-    for kernels, cpu_draws, message in (("torch", False, "Triton kernels"), ("auto", True, "generators are on the CPU")):
+    for kernels, cpu_draws, message in (("torch", False, "Triton kernels"),
+                                        ("auto", True, "generators are on the CPU")):
         ops.select_kernels(kernels, "cuda")
         say_once.cache_clear()
         plain, out = (continue_prompts(model, (5, 70), engine, cpu_draws=cpu_draws) for engine in ("simple", "auto"))

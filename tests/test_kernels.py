@@ -126,7 +126,8 @@ def test_scan_over_several_chunks_has_all_gradients_at_every_size(monkeypatch, p
 
 def test_gradients_do_not_depend_on_the_layout_of_step_sizes_and_states():
     inputs = scan_inputs(2, 40, 3, 16, 32)
-    inputs |= dict(dt=turned(inputs["dt"]), initial_state=inputs["initial_state"].transpose(0, 1).contiguous().transpose(0, 1))
+    states = inputs["initial_state"].transpose(0, 1).contiguous().transpose(0, 1)
+    inputs |= dict(dt=turned(inputs["dt"]), initial_state=states)
     compare(rows, loop, inputs, 1e-5)
     compare(lambda **v: kernels_states.ssd_scan(*v.values(), 20),
             lambda **v: ops.ssd_scan_ref(**v, block_len=20), inputs, 1e-5)
