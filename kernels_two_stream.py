@@ -259,8 +259,8 @@ def two_stream_backward(dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Te
                         block_len: int, scale: float) -> Tuple[Tensor, Tensor, Tensor]:
     n, nq, common = sizes(q, k, block_len, scale)
     (k, v), (dq, dk, dv) = alike(k, v), like(q, k, v)
-    # PyTorch (2.11) finds a plan for cuDNN's backward that it has made before by the layout of q, k
-    # and v alone, and then reads dout in the layout of that time: so it has but one.
+    # PyTorch (2.11) looks a plan for cuDNN's backward up by the layout of q, k and v alone and then
+    # reads dout in the layout that the plan was made for: so it has but one.
     dout = dout.contiguous()
     found = [causal_backward(di, qi, k[:, :, :n], v[:, :, :n], oi, zi.contiguous()[..., None], scale)
              for di, qi, oi, zi in causal_parts(n, nq, block_len, dout, q, out, lse)]

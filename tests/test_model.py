@@ -312,3 +312,16 @@ def test_weights_prepared_for_inference_compute_the_same_function(name, time_con
         hidden = model.commit_and_denoise_hidden(x0[:, before], xt[:, block], cache, t[:, i])
         torch.testing.assert_close(model.logits(hidden), logits[:, block])
         torch.testing.assert_close(model.denoise(xt[:, block], cache, t[:, i]), logits[:, block])
+
+
+@block_models
+def test_a_cache_grows_with_its_length_in_attention_layers_alone(name):
+    """By their keys and values; Mamba layers keep a constant state, the scan's part of it in fp32."""
+    c = make_model(name).config
+    model = make_model(name, torch.bfloat16)
+    short, long = model.new_cache(2, 32), model.new_cache(2, 64)
+    attention = sum(i % c.attn_every == 0 for i in range(c.n_layer))
+    assert long.nbytes - short.nbytes == 2 * 32 * 2 * c.d_model * 2 * attention    # rows, tokens, k and v, bytes
+    states = [state for i, state in enumerate(long.layers) if i % c.attn_every]
+    assert all(ssm.dtype == torch.float32 and conv.dtype == torch.bfloat16 for conv, ssm in states)
+    assert len(states) == c.n_layer - attention
