@@ -317,7 +317,7 @@ def full_sequence_rows(model, dev, ladder):
         with noting(row):
             decoder, about = new_decoder(model, model.new_cache(1, 0, length), length)
             def step():
-                decoder.done.zero_()
+                decoder.rewind()
                 decoder.graphs[False].replay() if decoder.graphs else decoder.step(False)
             median, row["spread"], first = measure(step, dev)
             about["capture_s"] += max(0, first - median)

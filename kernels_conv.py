@@ -27,7 +27,7 @@ from kernels import differentiable, like, operator, rowwise, strides
 # Groups of w positions in a piece, pieces in a program, warps: measured on an H200. In the forward,
 # programs that run together read neighbouring channels, in less than half the time of the other
 # order. Pieces / R is an axis of the grid, so there may be 33 million positions at most.
-FORWARD, FORWARD_FEW, BACKWARD = (16, 8, 4), (1, 2, 1), (16, 8, 4)
+FORWARD, FORWARD_FEW, BACKWARD = (16, 8, 4), (1, 2, 1), (32, 8, 4)
 FEW = 4096  # up to so many positions a GPU is not full, and the shortest walk is the fastest
 
 
@@ -131,7 +131,7 @@ def conv_backward_kernel(u, weight, bias, initial, dout, du, dparams, dinitial, 
         uj = columns(u, initial, i - W + 1, kc, ok, s, sul, sil, W)
         us, das = conv_back_step(uj, columns(dout, None, i, kc, ok, s, sol, 0, W),
                                  us, das, w, b, W)
-    for t in range(0, T, W):
+    for t in tl.range(0, T, W, num_stages=3):
         new, douts = (), ()  # the loads of w steps together, so that memory has enough to do
         for j in tl.static_range(W):
             i = end - 1 - t - j

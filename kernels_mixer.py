@@ -26,7 +26,7 @@ from kernels import operator
 from kernels_states import in_rows, row_states
 from ops import EPS
 
-TOKENS = 16  # that a program of the norm's backward walks over, summing the gradient of the weight
+TOKENS = 32  # that a program of the norm's backward walks over, summing the gradient of the weight
 
 
 # ----------------------------------------------------------------------------------------------
@@ -62,11 +62,11 @@ def gated_norm_backward_kernel(dout, y, z, weight, out, dy, dz, dweight, tokens,
     k = tl.arange(0, P)
     w = tl.load(weight + k, mask=k < d, other=0.0).to(tl.float32)
     dw = tl.zeros((P,), tl.float32)
-    for i in range(T):
+    for i in tl.range(T, num_stages=3):  # two tokens are on their way from memory meanwhile
         row = tl.program_id(0).to(tl.int64) * T + i
         ok = (k < d) & (row < tokens)
-        yk, zk, sig, g, rstd = gate(y + row * d, z + row * szt, k, ok, d, eps)
         do = tl.load(dout + row * d + k, mask=ok, other=0.0).to(tl.float32)
+        yk, zk, sig, g, rstd = gate(y + row * d, z + row * szt, k, ok, d, eps)
         tl.store(out + row * d + k, (g * w).to(out.dtype.element_ty), mask=ok)
         dw += do * g
         dg = rstd * (do * w - g * (tl.sum(do * w * g) / d))

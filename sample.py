@@ -134,18 +134,20 @@ class ActiveBlock:
     first_hitting  one random position at the time at which the reverse process first unmasks one
     """
 
-    def __init__(self, b, l, sampler, device):
-        self.sampler, self.p = sampler, min(sampler.tokens_per_step, l)
+    def __init__(self, b, l, sampler, device, timed=True):
+        """timed: whether anybody wants to know t"""
+        self.sampler, self.p, self.timed = sampler, min(sampler.tokens_per_step, l), timed
         self.xt = torch.full((b, l), sampler.mask_id, device=device)           # known, or the mask
         self.t = torch.ones(b, dtype=torch.float64, device=device)
         self.order = torch.arange(l + -l % self.p, device=device).repeat(b, 1) % l     # whole steps
-        self.done = torch.zeros(b, 1, dtype=torch.long, device=device)         # so many of them
+        self.first = torch.arange(self.p, device=device).repeat(b, 1)          # of `order`
+        self.next = self.first.clone()
 
     def start(self, xt):
         """Takes on xt (b, l) and draws the order of its positions."""
         sampler, l = self.sampler, xt.size(1)
         self.xt.copy_(xt)
-        self.done.zero_()
+        self.rewind()
         masked = self.xt == sampler.mask_id
         self.t.copy_(masked.double().mean(1))
         if sampler.order in ("random", "first_hitting"):
@@ -153,26 +155,29 @@ class ActiveBlock:
             self.order[:, :l] = ranks.masked_fill(~masked, 2).argsort(1)       # known tokens last
             self.order[:, l:] = self.order[:, :1]       # fills the last step up: known by then
 
+    def rewind(self):
+        """Back to the first step of the order."""
+        self.next.copy_(self.first)
+
     def reveal(self, score):
         """One step. score(xt, t) -> a function that makes the logits (b, m, v) of positions at (b, m);
-        t (b,) is the masked fraction of each row."""
-        sampler, xt, at = self.sampler, self.xt, None
-        masked = xt == sampler.mask_id
+        t (b,) is the masked fraction of each row, or None."""
+        sampler, xt = self.sampler, self.xt
         if sampler.order == "first_hitting":            # the largest of m uniforms on (0, t)
             u = sampler.draw("uniform", 1, device=xt.device)[:, 0]
-            self.t *= u ** (1 / masked.sum(1).clamp(min=1))
-        else:
-            self.t.copy_(masked.double().mean(1))
+            self.t *= u ** (1 / (xt == sampler.mask_id).sum(1).clamp(min=1))
+        elif self.timed:
+            self.t.copy_((xt == sampler.mask_id).double().mean(1))
+        logits_at = score(xt, self.t.float() if self.timed else None)
         if sampler.order in ("random", "first_hitting"):
-            at = self.order.gather(1, self.done + torch.arange(self.p, device=xt.device))
-            self.done += self.p
-        logits_at = score(xt, self.t.float())
-        if at is None:
-            drawn, chosen = self.surest(logits_at, masked)
+            at = self.order.gather(1, self.next)
+            self.next += self.p
+            now, drawn = xt.gather(1, at), sampler.pick(logits_at(at))
+            xt.scatter_(1, at, torch.where(now == sampler.mask_id, drawn, now))
         else:
-            drawn = xt.scatter(1, at, sampler.pick(logits_at(at)))             # (b, l)
-            chosen = torch.zeros_like(masked).scatter(1, at, True)
-        xt.copy_(torch.where(chosen & masked, drawn, xt))
+            masked = xt == sampler.mask_id
+            drawn, chosen = self.surest(logits_at, masked)
+            xt.copy_(torch.where(chosen & masked, drawn, xt))
 
     def surest(self, logits_at, masked):
         """Draws a token for every position, and says which are revealed for their probability: both
@@ -240,7 +245,8 @@ class BlockDecoder(ActiveBlock):
     """
 
     def __init__(self, model, cache, sampler, block_len, graphs):
-        super().__init__(len(sampler.generators), block_len, sampler, model.embed.weight.device)
+        super().__init__(len(sampler.generators), block_len, sampler, model.embed.weight.device,
+                         model.config.time_conditioning)
         self.model, self.cache = model, cache
         self.finished = self.xt.clone()                 # the block before, to be committed
         self.passes, self.graphs = 0, {}
@@ -281,7 +287,7 @@ class BlockDecoder(ActiveBlock):
             g.set_state(state)
 
     def clear(self):
-        self.done.zero_()
+        self.rewind()
         self.cache.clear()
 
     def decode(self, xt, commit, counts, on_step=None):

@@ -66,7 +66,7 @@ def denoising_step(config, dev):
     decoder = make_decoder("auto" if dev.type == "cuda" else "fused", model, cache, sampler, config.block_len)
 
     def step():
-        decoder.done.zero_()
+        decoder.rewind()
         decoder.graphs[False].replay() if decoder.graphs else decoder.step(False)
     return step
 
