@@ -99,7 +99,7 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
         return y.to(x.dtype), states[:, ::every]
 
 
-SCAN_ROW = 512                          # positions of a row of the Triton kernels
+SCAN_ROW = 512                          # most positions of a row of the Triton kernels
 
 
 def scan_row(s, block_len):

@@ -172,8 +172,8 @@ class ActiveBlock:
         if sampler.order in ("random", "first_hitting"):
             at = self.order.gather(1, self.next)
             self.next += self.p
-            now, drawn = xt.gather(1, at), sampler.pick(logits_at(at))
-            xt.scatter_(1, at, torch.where(now == sampler.mask_id, drawn, now))
+            held, drawn = xt.gather(1, at), sampler.pick(logits_at(at))        # (b, p)
+            xt.scatter_(1, at, torch.where(held == sampler.mask_id, drawn, held))
         else:
             masked = xt == sampler.mask_id
             drawn, chosen = self.surest(logits_at, masked)
