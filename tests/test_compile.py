@@ -1,0 +1,143 @@
+"""Every Triton kernel, compiled for an A100 and for an H100 or H200 where there is neither: what Triton's interpreter
+(test_kernels) takes, its compiler may refuse. Needs Triton alone, and half a minute each."""
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+@pytest.mark.parametrize("capability", [80, 90], ids=["A100", "H100"])
+def test_all_kernels_compile_without_a_gpu(capability):
+    """In a process of its own: in this one they may be interpreted."""
+    pytest.importorskip("triton", reason="needs Triton: pip install triton==3.6.0")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, __file__, str(capability)], env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "all kernels compiled" in run.stdout
+
+
+def launch_by_compiling(capability, compiled):
+    """Makes kernel[grid](...) compile for this capability what a GPU would run."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+    dtypes = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "int64": "i64"}
+
+    def divisible(value):
+        return isinstance(value, int) and value % 16 == 0 or hasattr(value, "dtype")
+
+    def type_of(value):
+        if hasattr(value, "dtype"):
+            return "*" + dtypes[str(value.dtype).split(".")[1]]
+        return "fp32" if isinstance(value, float) else "i32" if abs(value) < 2 ** 31 else "i64"
+
+    def run(kernel, *args, grid, warmup, **options):
+        values = dict(zip(kernel.arg_names, args))
+        values |= {name: options.pop(name) for name in kernel.arg_names if name in options}
+        fixed = {p.name for p in kernel.params if p.is_constexpr or values[p.name] is None}
+        places = {name: (i,) for i, name in enumerate(kernel.arg_names)}
+        source = triton.compiler.ASTSource(
+            fn=kernel, signature={k: "constexpr" if k in fixed else type_of(v) for k, v in values.items()},
+            constexprs={places[k]: v for k, v in values.items() if k in fixed},
+            attrs={places[k]: [["tt.divisibility", 16]] for k, v in values.items() if k not in fixed and divisible(v)})
+        triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        compiled.add(kernel.__name__)
+    JITFunction.run = run
+
+
+def plain_operators():
+    """Our operators as the functions that they are: PyTorch would call their fake twins on fake tensors."""
+    import torch
+    custom_op = torch.library.custom_op
+
+    class Plain:
+        def __init__(self, function):
+            self.function = function
+
+        def __call__(self, *args):
+            return self.function(*args)
+
+        def register_fake(self, function):
+            return function
+
+        def register_autograd(self, *args, **kwargs):
+            pass
+    torch.library.custom_op = lambda name, function=None, **how: (
+        Plain(function) if name.startswith("nanobdlm::") else custom_op(name, function, **how))
+
+
+def call_everything():
+    """Each kernel in the sizes of the 350M and 700M models, on tensors without data."""
+    import torch
+
+    import kernels
+    import kernels_attention
+    import kernels_conv
+    import kernels_draw
+    import kernels_mixer
+    import kernels_residual
+    import kernels_states
+    import kernels_two_stream
+    bf16, fp32 = torch.bfloat16, torch.float32
+    chosen = kernels.settings                            # which look at the GPU
+    kernels.settings = lambda kernel, x: chosen(
+        kernel, SimpleNamespace(is_cuda=True, device=None, dtype=x.dtype, shape=x.shape))
+    kernels_two_stream.causal_forward = lambda q, k, v, scale: (q, of(*q.shape[:3], dtype=fp32))
+    kernels_two_stream.causal_backward = lambda dout, q, k, v, *rest: (q, k, v)
+
+    def of(*shape, dtype=bf16):
+        return torch.empty(*shape, dtype=dtype)
+    h, p, n, d = 26, 64, 128, 832
+    c, vector = h * p + 2 * n, of(h, dtype=fp32)
+    for r, s in ((64, 256), (1, 256), (4, 512)):         # noisy blocks, a block of generation, long rows
+        x, B, C = of(r, s, c).split([h * p, n, n], -1)
+        inputs = x.unflatten(-1, (h, p)), of(r, s, h, dtype=fp32), vector, B, C, vector, of(r, h, p, n, dtype=fp32)
+        y, _ = kernels.ssd_rows_forward(*inputs, True)
+        kernels.ssd_rows_backward(y, *inputs)
+    y, states = kernels_states.ssd_scan_forward(*inputs, 256)
+    kernels_states.ssd_scan_backward(y, states, states, *inputs, 256)
+    both = of(1, 256, 2, h, p)
+    kernels.ssd_both_forward(both, of(1, 256, 2, h), *[of(2, h, dtype=fp32)] * 2, of(1, 256, 2, n), of(1, 256, 2, n),
+                             of(2, h, dtype=fp32), of(1, h, p, n, dtype=fp32), both)
+    kernels_conv.causal_conv_forward(of(1, 256, 2, c), of(2, c, 4), of(2, c), of(1, 3, c))
+    mixer = (of(2, 2048, 2 * h * p + 2 * n + 64), of(c, 4), of(c), vector, vector, vector, of(h * p), of(d, h * p),
+             None, None, 256, 256)
+    out, y, states, convs = kernels_mixer.mixer_forward(*mixer)
+    kernels_mixer.mixer_backward(out, states, convs, y, states, *mixer)
+    for e in (52, 64):                                   # head dimensions
+        q, k, v = of(1, 17, 3, 256, e).unbind(2)
+        caches = of(2, 1, 17, 8192, e)
+        kernels_attention.block_attention(q.transpose(1, 2), *caches, of(1, dtype=torch.long), k.transpose(1, 2),
+                                          v.transpose(1, 2))
+        k = of(1, 16, 2 * 2048 - 256, e)
+        for q in (k, of(1, 16, 2048, e)):                # both streams, and the noisy one alone
+            out, lse = kernels_two_stream.two_stream_forward(q, k, k, 256, 0.1)
+            kernels_two_stream.two_stream_backward(out, out, lse, q, k, k, 256, 0.1)
+    token = of(1088)
+    kernels_residual.add_norm(of(1, 256, 1088), of(2, 1, 256, 1088), of(1, 256, 2, h, dtype=fp32), token, token, token)
+    kernels_draw.gumbel_argmax(of(1, 16, 50258, dtype=fp32), of(1, 16, 50258, dtype=torch.float64))
+    modules = (kernels, kernels_attention, kernels_conv, kernels_draw, kernels_mixer, kernels_residual,
+               kernels_states, kernels_two_stream)
+    return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
+
+
+def main(capability):
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    sys.path.insert(0, ROOT)
+    compiled = set()
+    launch_by_compiling(capability, compiled)
+    plain_operators()
+    torch.cuda.get_device_capability = lambda device: divmod(capability, 10)
+    with FakeTensorMode():
+        missing = call_everything() - compiled
+    assert not missing, f"never launched: {missing}"
+    print(f"all kernels compiled: {len(compiled)}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
