@@ -157,6 +157,32 @@ def load_dt(dt, first, step, ok, stride, a_head, bias=None):
 
 
 @triton.jit
+def load_step(steps, chunk, chunks, head, h, q: tl.constexpr):
+    """The same of one chunk of all `chunks`, as `Steps` has laid it out."""
+    at = (chunk * h + head) * q
+    a = steps + tl.cast(chunks, tl.int64) * h * q + at
+    i = tl.arange(0, q)
+    return tl.load(steps + at + i), tl.load(a + i), tl.load(a + q - 1)
+
+
+@triton.jit
+def steps_kernel(dt, A, bias, steps, l, h, sdr, sdl, sdh, q: tl.constexpr, H: tl.constexpr):
+    """One chunk of all heads; see `Steps`."""
+    chunk, chunks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    row, c = chunk // tl.cdiv(l, q), chunk % tl.cdiv(l, q)
+    head = tl.arange(0, H)
+    first, step, ok = place(c, l, q)
+    at, mask = step[:, None] * sdl + head[None, :] * sdh, ok[:, None] & (head < h)[None, :]
+    dtq = tl.load(dt + row * sdr + first * sdl + at, mask=mask, other=0.0).to(tl.float32)
+    if bias is not None:
+        dtq = tl.where(mask, softplus(dtq + tl.load(bias + head, mask=head < h, other=0.0)[None, :]), 0.0)
+    a_head = tl.load(A + head, mask=head < h, other=0.0)
+    out = steps + (chunk * h + head)[None, :] * q + step[:, None]
+    tl.store(out, dtq, mask=(head < h)[None, :])
+    tl.store(out + chunks * h * q, tl.cumsum(dtq * (a_head * LOG2E)[None, :], 0), mask=(head < h)[None, :])
+
+
+@triton.jit
 def first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n: tl.constexpr, stored=True):
     """The (p, n) state a row starts from, see `state_view`, or zeros. -> (kn, kp)"""
     if s0 is not None:
@@ -167,22 +193,21 @@ def first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n: tl.constexpr, sto
 
 
 @triton.jit
-def forward_kernel(x, dt, A, B, C, D, s0, y, final, l, h,
-                   sxr, sxl, sxh, sdr, sdl, sdh, sBr, sBl, sCr, sCl, rows, ssb, ssr, ssh,
+def forward_kernel(x, steps, B, C, D, s0, y, final, l, h,
+                   sxr, sxl, sxh, sBr, sBl, sCr, sCl, rows, ssb, ssr, ssh,
                    n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
     """One (row, head): walk the chunks, the state in registers. Programs that share B and C are
     neighbours, and find them in L2."""
     row, head = (tl.program_id(0) // h).to(tl.int64), tl.program_id(0) % h
-    kn, kp = tl.arange(0, n), tl.arange(0, p)
-    x, dt = x + row * sxr + head * sxh, dt + row * sdr + head * sdh
-    B, C = B + row * sBr, C + row * sCr
-    a_head, d_head = tl.load(A + head), tl.load(D + head)
+    chunks, kn, kp = tl.cdiv(l, q), tl.arange(0, n), tl.arange(0, p)
+    x, B, C = x + row * sxr + head * sxh, B + row * sBr, C + row * sCr
+    d_head, all_chunks = tl.load(D + head), tl.num_programs(0) // h * chunks
     s = first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n)
-    for c in range(tl.cdiv(l, q)):
+    for c in range(chunks):
         first, step, ok = place(c, l, q)
         xq = load2(x, first, step, ok, sxl, kp)
         bq, cq = load2(B, first, step, ok, sBl, kn), load2(C, first, step, ok, sCl, kn)
-        dtq, a, total = load_dt(dt, first, step, ok, sdl, a_head)
+        dtq, a, total = load_step(steps, row * chunks + c, all_chunks, head, h, q)
         i = c * q + tl.arange(0, q)
         # L_ij dt_j, with dt as an exponent (so that dt need not be loaded anew in the layout of
         # its columns); the skip D is the diagonal of the same matrix.
@@ -263,8 +288,8 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
 
 
 @triton.jit
-def walk_kernel(x, dt, A, B, s0, states, final, l, h,
-                sxr, sxl, sxh, sdr, sdl, sdh, sBr, sBl, rows, ssb, ssr, ssh,
+def walk_kernel(x, steps, B, s0, states, final, l, h,
+                sxr, sxl, sxh, sBr, sBl, rows, ssb, ssr, ssh,
                 n: tl.constexpr, p: tl.constexpr, q: tl.constexpr, ADJOINT: tl.constexpr):
     """The state alone, one (row, head) a program. `states` (r, chunks, h, n, p) gets it before each
     chunk, `final` (r, h, p, n) at the end. ADJOINT runs the transposed recurrence over (dy, C) from
@@ -272,8 +297,8 @@ def walk_kernel(x, dt, A, B, s0, states, final, l, h,
         G' = e^{a_q} G + sum_i e^{a_i} C_i (outer) dy_i"""
     row, head = (tl.program_id(0) // h).to(tl.int64), tl.program_id(0) % h
     kn, kp = tl.arange(0, n), tl.arange(0, p)
-    x, dt, B = x + row * sxr + head * sxh, dt + row * sdr + head * sdh, B + row * sBr
-    a_head, chunks = tl.load(A + head), tl.cdiv(l, q)
+    x, B, chunks = x + row * sxr + head * sxh, B + row * sBr, tl.cdiv(l, q)
+    all_chunks = tl.num_programs(0) // h * chunks
     s = first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n)
     for k in range(chunks):
         c = chunks - 1 - k if ADJOINT else k
@@ -282,7 +307,7 @@ def walk_kernel(x, dt, A, B, s0, states, final, l, h,
             tl.store(at + kn[:, None] * p + kp[None, :], s.to(states.dtype.element_ty))
         first, step, ok = place(c, l, q)
         xq, bq = load2(x, first, step, ok, sxl, kp), load2(B, first, step, ok, sBl, kn)
-        dtq, a, total = load_dt(dt, first, step, ok, sdl, a_head)
+        dtq, a, total = load_step(steps, row * chunks + c, all_chunks, head, h, q)
         weight = tl.exp2(a) if ADJOINT else dtq * tl.exp2(total - a)
         s = dot(tl.trans(bq), (xq * weight[:, None]).to(xq.dtype), s * tl.exp2(total))
     if final is not None:
@@ -306,12 +331,16 @@ def walk_kernel(x, dt, A, B, s0, states, final, l, h,
 # wrong on Hopper).
 
 @triton.jit
-def after_kernel(x, dt, A, B, C, D, dy, G, dx, rest, direct, tail, kvs, dB, dD, l, h,
-                 sxr, sxl, sxh, sdr, sdl, sdh, sBr, sBl, sCr, sCl, syr, syl, syh,
-                 sdxr, sdxl, sdxh, sdBr, sdBl,
+def add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def after_kernel(x, steps, B, C, D, dy, G, dx, sums, kvs, dB, l, h,
+                 sxr, sxl, sxh, sBr, sBl, sCr, sCl, syr, syl, syh, sdxr, sdxl, sdxh, sdBr, sdBl,
                  n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
-    """dx, dB and dD; of the decays, `direct` (r, l, h), the gradient of dt_j but for that of a_j;
-    `rest`, rows minus columns of V and of x.GB; `tail` (r, chunks, h), all of x.GB."""
+    """dx and dB. `sums` (4, r chunks, h, q) gets what decays_kernel needs of every position: the sums
+    of V's columns and rows, x.GB and dy.x."""
     row, c = (tl.program_id(0) // tl.cdiv(l, q)).to(tl.int64), tl.program_id(0) % tl.cdiv(l, q)
     kn, kp = tl.arange(0, n), tl.arange(0, p)
     first, step, ok = place(c, l, q)
@@ -324,87 +353,98 @@ def after_kernel(x, dt, A, B, C, D, dy, G, dx, rest, direct, tail, kvs, dB, dD, 
         b32, c32 = load2(B, first, step, ok, sBl, k32), load2(C, first, step, ok, sCl, k32)
         cb = dot(b32, tl.trans(c32), cb)
     kv, db = tl.zeros((q, q), tl.float32), tl.zeros((q, n), tl.float32)
+    chunk, chunks = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    size, i = tl.cast(chunks, tl.int64) * h * q, tl.arange(0, q)
     for head in range(h):
         xq = load2(x + row * sxr + head * sxh, first, step, ok, sxl, kp)
         dyq = load2(dy + row * syr + head * syh, first, step, ok, syl, kp)
         state = ((row * tl.cdiv(l, q) + c) * h + head) * n * p + (kn[:, None] * p + kp[None, :])
         g = tl.load(G + state)  # (n, p)
-        dt_head, a_head = dt + row * sdr + head * sdh, tl.load(A + head)
-        dtq, a, total = load_dt(dt_head, first, step, ok, sdl, a_head)
+        dtq, a, total = load_step(steps, chunk, chunks, head, h, q)
+        d_head = tl.load(D + head)  # here, lest it be waited for below
         left = dtq * tl.exp2(total - a)
-        x32 = xq.to(tl.float32)
-        tl.store(dD + tl.program_id(0) * h + head, tl.sum(x32 * dyq.to(tl.float32)))
+        x32, out = xq.to(tl.float32), sums + (chunk * h + head) * q + i
         db = dot((x32 * left[:, None]).to(xq.dtype), tl.trans(g), db)
         # Minus a minus: a plus would be merged into the product that follows, see cb.
         gb = dot(bq, g) * -left[:, None]  # (q, p)
-        cols = -tl.sum(x32 * gb, 1)
-        tl.store(tail + tl.program_id(0) * h + head, tl.sum(cols))
-        # Only differences of i count; adding `head` keeps the mask out of the registers.
-        i = head + tl.arange(0, q)
+        xgb, skip = tl.reduce((-x32 * gb, x32 * dyq.to(tl.float32)), 1, add_pairs)
+        tl.store(out + 2 * size, xgb)
+        tl.store(out + 3 * size, skip)
+        # Only differences of j count; adding `head` keeps the mask out of the registers.
+        j = head + i
         log_L = a[None, :] - (a - tl.log2(dtq))[:, None]
-        L = tl.exp2(tl.where(i[:, None] <= i[None, :], log_L, float("-inf")))  # (j, i), with dt_j
+        L = tl.exp2(tl.where(j[:, None] <= j[None, :], log_L, float("-inf")))  # (j, i), with dt_j
         u = dot((cb * L).to(xq.dtype), dyq) - gb
         store2(dx + row * sdxr + first * sdxl + head * sdxh, step, ok, sdxl, kp,
-               u + dyq.to(tl.float32) * tl.load(D + head))
+               u + dyq.to(tl.float32) * d_head)
         L *= dot(xq, tl.trans(dyq))
         kv += L
         L *= cb
-        rows, cols = tl.sum(L, 0), cols + tl.sum(L, 1)
-        out = (row * l + first) * h + head
-        tl.store(direct + out + step * h, cols / dtq, mask=ok)
-        tl.store(rest + out + step * h, rows - cols, mask=ok)
+        tl.store(out, tl.sum(L, 1))
+        tl.store(out + size, tl.sum(L, 0))
     kv = kv.to(bq.dtype)
-    i = tl.arange(0, q)
-    tl.store(kvs + tl.program_id(0).to(tl.int64) * q * q + i[:, None] * q + i[None, :], kv)
+    tl.store(kvs + chunk * q * q + i[:, None] * q + i[None, :], kv)
     db = dot(kv, load2(C, first, step, ok, sCl, kn), db)
     store2(dB + row * sdBr + first * sdBl, step, ok, sdBl, kn, db)
 
 
 @triton.jit
-def before_kernel(dt, A, B, C, dy, S, G, rest, tail, kvs, dC, l, h,
-                  sdr, sdl, sdh, sBr, sBl, sCr, sCl, syr, syl, syh, sdCr, sdCl,
+def before_kernel(steps, B, C, dy, S, G, reads, tail, kvs, dC, l, h,
+                  sBr, sBl, sCr, sCl, syr, syl, syh, sdCr, sdCl,
                   n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
-    """dC; adds dy_i.(e^{a_i} C_i S) to `rest` and e^{a_q} <G, S> to `tail`."""
+    """dC, `reads` (r chunks, h, q) dy_i.(e^{a_i} C_i S) and `tail` (r chunks, h) e^{a_q} <G, S>."""
     row, c = (tl.program_id(0) // tl.cdiv(l, q)).to(tl.int64), tl.program_id(0) % tl.cdiv(l, q)
     kn, kp, i = tl.arange(0, n), tl.arange(0, p), tl.arange(0, q)
     first, step, ok = place(c, l, q)
     cq = load2(C + row * sCr, first, step, ok, sCl, kn)
+    chunk, chunks = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     dc = tl.zeros((q, n), tl.float32)
     for head in range(h):
         dyq = load2(dy + row * syr + head * syh, first, step, ok, syl, kp)
         state = ((row * tl.cdiv(l, q) + c) * h + head) * n * p + (kn[:, None] * p + kp[None, :])
         s, g = tl.load(S + state), tl.load(G + state)  # (n, p)
         gs = tl.sum(g.to(tl.float32) * s.to(tl.float32))
-        _, a, total = load_dt(dt + row * sdr + head * sdh, first, step, ok, sdl, tl.load(A + head))
+        _, a, total = load_step(steps, chunk, chunks, head, h, q)
         dyw = dyq * tl.exp2(a)[:, None]
         dc = dot(dyw.to(dyq.dtype), tl.trans(s), dc)
-        at = rest + (row * l + first + step) * h + head
-        tl.store(at, tl.load(at, mask=ok, other=0.0) + tl.sum(dot(cq, s) * dyw, 1), mask=ok)
-        at = tail + tl.program_id(0) * h + head
-        tl.store(at, tl.load(at) + gs * tl.exp2(total))
-    kv = tl.load(kvs + tl.program_id(0).to(tl.int64) * q * q + i[:, None] + i[None, :] * q)
+        tl.store(reads + (chunk * h + head) * q + i, tl.sum(dot(cq, s) * dyw, 1))
+        tl.store(tail + chunk * h + head, gs * tl.exp2(total))
+    kv = tl.load(kvs + chunk * q * q + i[:, None] + i[None, :] * q)
     dc = dot(kv, load2(B + row * sBr, first, step, ok, sBl, kn), dc)
     store2(dC + row * sdCr + first * sdCl, step, ok, sdCl, kn, dc)
 
 
 @triton.jit
-def decays_kernel(rest, direct, tail, dt, A, ddt, dA, l, h, sdr, sdl, sdh,
+def decays_kernel(sums, tail, steps, A, ddt, dA, dD, dbias, l, h, sdr, sdl, sdh,
                   q: tl.constexpr, H: tl.constexpr):
-    """ddt and dA of one (row, chunk). `rest` summed from i on leaves the pairs j < i <= k of V
-    (rows and columns must come from one V) and takes x.GB of j >= i off `tail`."""
-    row, c = (tl.program_id(0) // tl.cdiv(l, q)).to(tl.int64), tl.program_id(0) % tl.cdiv(l, q)
+    """ddt, dA and dD of one chunk; with `dbias` ddt is the gradient of what softplus took. Rows minus
+    columns summed from i on leave the pairs j < i <= k of V (both must come from one V) and take x.GB
+    of j >= i off all of it."""
+    chunk, chunks = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    row, c = chunk // tl.cdiv(l, q), chunk % tl.cdiv(l, q)
     head = tl.arange(0, H)
     first, step, ok = place(c, l, q)
-    mask = ok[:, None] & (head < h)[None, :]
-    at = (row * l + first) * h + step[:, None] * h + head[None, :]
+    mask, size = ok[None, :] & (head < h)[:, None], tl.cast(chunks, tl.int64) * h * q
+    at = (chunk * h + head[:, None]) * q + step[None, :]
     a_head = tl.load(A + head, mask=head < h, other=0.0)
-    ends = tl.load(tail + tl.program_id(0) * h + head, mask=head < h, other=0.0)
-    dlog = tl.cumsum(tl.load(rest + at, mask=mask, other=0.0), 0, reverse=True) + ends[None, :]
-    dtq = tl.load(dt + row * sdr + first * sdl + step[:, None] * sdl + head[None, :] * sdh,
-                  mask=mask, other=0.0)
-    tl.store(dA + tl.program_id(0) * h + head, tl.sum(dlog * dtq, 0), mask=head < h)
-    ddt_direct = tl.load(direct + at, mask=mask, other=0.0)
-    tl.store(ddt + at, ddt_direct + dlog * a_head[None, :], mask=mask)
+    xgb = tl.load(sums + 2 * size + at, mask=mask, other=0.0)
+    ends = tl.load(tail + chunk * h + head, mask=head < h, other=0.0) + tl.sum(xgb, 1)
+    cols = xgb + tl.load(sums + at, mask=mask, other=0.0)
+    rows = tl.load(sums + size + at, mask=mask, other=0.0)
+    rows += tl.load(sums + 4 * size + at, mask=mask, other=0.0)
+    dlog = tl.cumsum(rows - cols, 1, reverse=True) + ends[:, None]
+    dtq = tl.load(steps + at, mask=mask, other=0.0)
+    direct = tl.where(dtq > 0, cols / dtq, 0.0)  # the gradient of dt_j but for that of a_j
+    tl.store(dA + chunk * h + head, tl.sum(dlog * dtq, 1), mask=head < h)
+    skip = tl.load(sums + 3 * size + at, mask=mask, other=0.0)
+    tl.store(dD + chunk * h + head, tl.sum(skip, 1), mask=head < h)
+    grad = direct + dlog * a_head[:, None]
+    if dbias is not None:  # softplus' is 1 - e^-dt, by its series where that would cancel
+        series = dtq * (1 - dtq * (1 / 2 - dtq * (1 / 6 - dtq / 24)))
+        grad = tl.where(mask, grad * tl.where(dtq < 0.03, series, 1 - tl.exp2(-dtq * LOG2E)), 0.0)
+        tl.store(dbias + chunk * h + head, tl.sum(grad, 1), mask=head < h)
+    out = ddt + row * sdr + first * sdl + step[None, :] * sdl + head[:, None] * sdh
+    tl.store(out, grad.to(ddt.dtype.element_ty), mask=mask)
 
 
 def state_view(s0):
@@ -416,12 +456,34 @@ def state_view(s0):
     return s0.shape[1], *s0.stride()[:3]
 
 
-def walk(x, dt, A, B, s0=None, states=None, final=None, q=None, adjoint=False):
+class Steps:
+    """Step sizes of rows, dt (r, l, h) of any strides, and the decays that they make with A (h): what
+    several kernels need, made once. With `bias` (h) dt is what comes before bias and softplus."""
+
+    def __init__(self, dt, A, bias=None):
+        self.dt, self.A, self.bias, self.made = dt, A, bias, {}
+
+    def of(self, q):
+        """(2, r chunks, h, q) fp32: dt of every chunk, zeros past a row's end, and its sums a_i =
+        sum_{j<=i} dt_j A in units of log 2. A kernel finds each chunk of a head in one piece."""
+        if q not in self.made:
+            (r, l, h), chunks = self.dt.shape, self.dt.shape[0] * triton.cdiv(self.dt.shape[1], q)
+            self.made[q] = self.A.new_empty(2, chunks, h, q)
+            steps_kernel[chunks,](self.dt, self.A, self.bias, self.made[q], l, h, *self.dt.stride(), q=q,
+                                  H=triton.next_power_of_2(h))
+        return self.made[q]
+
+    def log_decays(self, x):
+        """Those of whole rows (r, h), from the chunks of `walk`; x as there"""
+        a = self.of(settings("walk", x)["q"])[1, :, :, -1]
+        return a.unflatten(0, (len(self.dt), -1)).sum(1) / LOG2E.value
+
+
+def walk(x, steps, B, s0=None, states=None, final=None, q=None, adjoint=False):
     """`states` are wanted at the chunks of the backward kernel, hence q."""
-    r, l, h, p = x.shape
-    how = settings("walk", x) | (dict(q=q) if q else {})
+    (r, l, h, p), how = x.shape, settings("walk", x) | (dict(q=q) if q else {})
     walk_kernel[(r * h,)](
-        x, dt, A, B, s0, states, final, l, h, *strides(x, 3), *strides(dt, 3), *strides(B, 2),
+        x, steps.of(how["q"]), B, s0, states, final, l, h, *strides(x, 3), *strides(B, 2),
         *state_view(s0), n=B.shape[-1], p=p, ADJOINT=adjoint, **how)
 
 
@@ -439,54 +501,59 @@ def room_for_final(x, B, wanted=True):
     return x.new_empty((r, h, p, B.shape[-1]) if wanted else (0,), dtype=torch.float32)
 
 
-@operator(lambda x, dt, A, B, C, D, s0, final: (x.new_empty(x.shape), room_for_final(x, B, final)))
-def ssd_rows_forward(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
-                     s0: Optional[Tensor], return_final: bool) -> Tuple[Tensor, Tensor]:
+def rows_forward(x, steps, B, C, D, s0, return_final=False):
+    """`ssd_rows` without its gradients; steps: Steps"""
     r, l, h, p = x.shape
     y, final = x.new_empty(x.shape), room_for_final(x, B, return_final)
     if r * h <= FEW and l <= SHORT:
-        tiles(*(u[:, :, None] for u in (x, dt)), None, A, B[:, :, None], C[:, :, None], D, s0, y,
-              final=final if return_final else None)
+        tiles(*(u[:, :, None] for u in (x, steps.dt)), steps.bias, steps.A, B[:, :, None], C[:, :, None],
+              D, s0, y, final=final if return_final else None)
         return y, final
+    how = settings("forward", x)
     forward_kernel[(r * h,)](
-        x, dt, A, B, C, D, s0, y, final if return_final else None, l, h, *strides(x, 3),
-        *strides(dt, 3), *strides(B, 2), *strides(C, 2), *state_view(s0),
-        n=B.shape[-1], p=p, **settings("forward", x))
+        x, steps.of(how["q"]), B, C, D, s0, y, final if return_final else None, l, h,
+        *strides(x, 3), *strides(B, 2), *strides(C, 2), *state_view(s0), n=B.shape[-1], p=p, **how)
     return y, final
 
 
-def ssd_rows_backward_into(dx, dB, dC, ds0, dy, x, dt, A, B, C, D, s0, dfinal=None):
-    """Writes into dx, dB and dC, of any strides but the last, and into ds0 unless that is None;
-    dfinal, the gradient of the states that rows end in, is as s0. -> ddt, dA, dD"""
+def rows_backward(dx, ddt, dB, dC, ds0, dy, x, steps, B, C, D, s0, dfinal=None):
+    """Writes into dx, ddt, dB and dC, of any strides but the last (ddt: any), and into ds0 unless that
+    is None; dfinal, the gradient of the states that rows end in, is as s0. -> dA, dD and, where steps
+    have a bias, its gradient"""
     (r, l, h, p), n, q = x.shape, B.shape[-1], settings("after", x)["q"]
-    dy, ddt = rowwise(dy), dt.new_empty(dt.shape)
-    chunks = triton.cdiv(l, q)
+    dy, chunks = rowwise(dy), triton.cdiv(l, q)
     S = x.new_empty(r, chunks, h, n, p)  # the state before each chunk, as dtype of x
     G = torch.empty_like(S)  # the gradient of the state after it
-    walk(x, dt, A, B, s0, states=S, q=q)
-    walk(dy, dt, A, C, dfinal, G, ds0, q, adjoint=True)
-    dA, dD, tail = dt.new_empty(3, r * chunks, h)
-    rest, direct = dt.new_empty(2, r, l, h)
-    kvs = x.new_empty(r * chunks, q, q)
+    walk(x, steps, B, s0, S, q=q)
+    walk(dy, steps, C, dfinal, G, ds0, q, adjoint=True)
+    dA, dD, dbias, tail = D.new_empty(4, r * chunks, h)
+    sums, kvs = D.new_empty(5, r * chunks, h, q), x.new_empty(r * chunks, q, q)
     after_kernel[r * chunks,](
-        x, dt, A, B, C, D, dy, G, dx, rest, direct, tail, kvs, dB, dD, l, h, *strides(x, 3),
-        *strides(dt, 3), *strides(B, 2), *strides(C, 2), *strides(dy, 3), *strides(dx, 3),
-        *strides(dB, 2), n=n, p=p, **settings("after", x))
+        x, steps.of(q), B, C, D, dy, G, dx, sums, kvs, dB, l, h, *strides(x, 3), *strides(B, 2),
+        *strides(C, 2), *strides(dy, 3), *strides(dx, 3), *strides(dB, 2), n=n, p=p,
+        **settings("after", x))
     before_kernel[r * chunks,](
-        dt, A, B, C, dy, S, G, rest, tail, kvs, dC, l, h, *strides(dt, 3), *strides(B, 2),
-        *strides(C, 2), *strides(dy, 3), *strides(dC, 2), n=n, p=p, **settings("before", x))
-    decays_kernel[r * chunks,](rest, direct, tail, dt, A, ddt, dA, l, h, *strides(dt, 3), q=q,
-                               H=triton.next_power_of_2(h))
-    return ddt, dA.sum(0), dD.sum(0)
+        steps.of(q), B, C, dy, S, G, sums[4], tail, kvs, dC, l, h, *strides(B, 2), *strides(C, 2),
+        *strides(dy, 3), *strides(dC, 2), n=n, p=p, **settings("before", x))
+    decays_kernel[r * chunks,](
+        sums, tail, steps.of(q), steps.A, ddt, dA, dD, None if steps.bias is None else dbias, l, h,
+        *ddt.stride(), q=q, H=triton.next_power_of_2(h))
+    return tuple(u.sum(0) for u in ((dA, dD) if steps.bias is None else (dA, dD, dbias)))
+
+
+@operator(lambda x, dt, A, B, C, D, s0, final: (x.new_empty(x.shape), room_for_final(x, B, final)))
+def ssd_rows_forward(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
+                     s0: Optional[Tensor], return_final: bool) -> Tuple[Tensor, Tensor]:
+    return rows_forward(x, Steps(dt, A), B, C, D, s0, return_final)
 
 
 @operator(lambda dy, *inputs: like(*inputs))
 def ssd_rows_backward(
         dy: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
         s0: Optional[Tensor]) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dx, dB, dC, ds0 = like(x, B, C, s0)
-    ddt, dA, dD = ssd_rows_backward_into(
-        dx, dB, dC, None if s0 is None else ds0, dy, x, dt, A, B, C, D, s0)
+    dx, ddt, dB, dC, ds0 = like(x, dt, B, C, s0)
+    dA, dD = rows_backward(
+        dx, ddt, dB, dC, None if s0 is None else ds0, dy, x, Steps(dt, A), B, C, D, s0)
     return dx, ddt, dA, dB, dC, dD, ds0
 
 

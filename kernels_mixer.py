@@ -13,7 +13,6 @@ Time whole models of it on one:                  python bench.py train --only=['
 from typing import Optional, Tuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -121,10 +120,6 @@ def split_xBC(xBC, h, n):
     return x.unflatten(-1, (h, -1)), B, C
 
 
-def step_sizes(dt, dt_bias):
-    return F.softplus(dt.float() + dt_bias)
-
-
 def boundary_columns(xBC, conv_weight, conv, block_len):
     """-> the convolution states at block boundaries, or nothing without block_len"""
     if not block_len:
@@ -156,27 +151,28 @@ def mixer_forward(
     z, xBC, dt = parts(proj, widths)
     convs = boundary_columns(xBC, conv_weight, conv, block_len)
     x, B, C = split_xBC(kernels_conv.causal_conv_forward(xBC, conv_weight, conv_bias, conv), h, n)
-    dt = step_sizes(dt, dt_bias)  # (b, s, h)
+    steps = kernels.Steps(*in_rows(row, dt), A, dt_bias)
     states, start = proj.new_empty(0, dtype=torch.float32), ssm
     if several or block_len:
-        states = row_states(x, dt, A, B, ssm, row)
+        states = row_states(x, steps, B, ssm, row)
         start = states[:, :-1]
-    y, _ = kernels.ssd_rows_forward(*in_rows(row, x, dt), A, *in_rows(row, B, C), D, start, False)
+    y, _ = kernels.rows_forward(*in_rows(row, x), steps, *in_rows(row, B, C), D, start)
     y = y.view(z.shape)
     return gated_norm(y, z, norm_weight) @ out_weight.T, y, states, convs
 
 
-def scan_backward(dxBC, dy, xBC, dt, A, D, states, dstates, ssm, row):
-    """xBC is convolved. Writes into dxBC. -> ddt (b, s, h), dA, dD, and dssm if there is ssm"""
-    h, n = dt.shape[-1], (xBC.shape[-1] - dy.shape[-1]) // 2
+def scan_backward(dxBC, ddt, dy, xBC, steps, D, states, dstates, ssm, row):
+    """xBC is convolved. Writes into dxBC and ddt. -> dssm if there is ssm, dA, dD and that of dt_bias"""
+    h = ddt.shape[-1]
+    n = (xBC.shape[-1] - dy.shape[-1]) // 2
     x, B, C = split_xBC(xBC, h, n)
     dx, dB, dC = split_xBC(dxBC, h, n)
     dy = dy.unflatten(-1, (h, -1))
     if states.numel():
-        return kernels_states.ssd_scan_backward_into(
-            dx, dB, dC, dy, dstates, x, dt, A, B, C, D, states, row)
+        return kernels_states.scan_backward(
+            dx, ddt, dB, dC, dy, dstates, x, steps, B, C, D, states, row)
     dssm = None if ssm is None else ssm.new_empty(ssm.shape)
-    return *kernels.ssd_rows_backward_into(dx, dB, dC, dssm, dy, x, dt, A, B, C, D, ssm), dssm
+    return dssm, *kernels.rows_backward(dx, ddt, dB, dC, dssm, dy, x, steps, B, C, D, ssm)
 
 
 @operator(lambda dout, dstates, dconvs, y, states, *inputs: kernels.like(*inputs[:10]))
@@ -186,11 +182,11 @@ def mixer_backward(
         A: Tensor, D: Tensor, norm_weight: Tensor, out_weight: Tensor, conv: Optional[Tensor],
         ssm: Optional[Tensor], row: int, block_len: int) -> Tuple[
             Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    widths, h, _, _ = sizes(proj, conv_weight, A, norm_weight, row)
-    z, xBC, dt_raw = parts(proj, widths)
+    widths = sizes(proj, conv_weight, A, norm_weight, row)[0]
+    z, xBC, dt = parts(proj, widths)
     dproj = torch.empty_like(proj)
     dproj[..., sum(widths):] = 0
-    dz, dxBC, ddt_raw = parts(dproj, widths)
+    dz, dxBC, ddt = parts(dproj, widths)
 
     # The output projection and the gated norm.
     dout = dout.flatten(0, 1)
@@ -201,11 +197,9 @@ def mixer_backward(
     # The scan. The gradients of x, B and C lie side by side, as the convolution takes them.
     convolved = kernels_conv.causal_conv_forward(xBC, conv_weight, conv_bias, conv)
     dconvolved = torch.empty_like(convolved)
-    ddt, dA, dD, dssm = scan_backward(dconvolved, dy, convolved, step_sizes(dt_raw, dt_bias), A, D,
-                                      states, dstates, ssm, row)
+    steps = kernels.Steps(*in_rows(row, dt), A, dt_bias)
+    dssm, dA, dD, ddt_bias = scan_backward(dconvolved, ddt, dy, convolved, steps, D, states, dstates, ssm, row)
     dssm = proj.new_empty(0) if ssm is None else dssm.contiguous()
-    ddt = ddt * torch.sigmoid(dt_raw.float() + dt_bias)
-    ddt_raw.copy_(ddt)
 
     # The convolution.
     dw, db, dconv = kernels_conv.conv_backward_into(
@@ -215,7 +209,7 @@ def mixer_backward(
         dxBC.unflatten(1, (-1, block_len))[:, :, block_len - w1:] += dconvs[:, 1:]
         if conv is not None:
             dconv += dconvs[:, 0]
-    return (dproj, dw, db, ddt.sum((0, 1)), dA, dD, dnorm.to(norm_weight.dtype), dout_weight, dconv,
+    return (dproj, dw, db, ddt_bias, dA, dD, dnorm.to(norm_weight.dtype), dout_weight, dconv,
             dssm)
 
 

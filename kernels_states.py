@@ -74,31 +74,26 @@ def in_rows(row, *tensors):
     return tuple(v.unflatten(1, (-1, row)).flatten(0, 1) for v in tensors)
 
 
-def row_log_decays(dt, A, row):
-    """-> (b, s / row, h)"""
-    return (dt * A).unflatten(1, (-1, row)).sum(2)
-
-
-def row_states(x, dt, A, B, s0, row):
-    """-> the states before every row and at the end (b, s / row + 1, h, p, n), from s0 or zeros"""
+def row_states(x, steps, B, s0, row):
+    """-> the states before every row and at the end (b, s / row + 1, h, p, n), from s0 or zeros; steps:
+    the kernels.Steps of all rows"""
     (b, s, h, p), n = x.shape, B.shape[-1]
     local = x.new_empty(b, s // row, h, p, n, dtype=torch.float32)
-    kernels.walk(*in_rows(row, x, dt), A, *in_rows(row, B), final=local)
-    return pass_states(local, row_log_decays(dt, A, row), s0)
+    kernels.walk(*in_rows(row, x), steps, *in_rows(row, B), final=local)
+    return pass_states(local, steps.log_decays(x).view(b, -1, h), s0)
 
 
-def ssd_scan_backward_into(dx, dB, dC, dy, dstates, x, dt, A, B, C, D, states, row):
-    """Writes into dx, dB and dC, of evenly spaced positions. dstates may be None.
-    -> ddt, dA, dD and the gradient of the state that each sequence starts from"""
-    xs, dts, Bs, Cs, dys = in_rows(row, x, dt, B, C, dy)
-    dxs, dBs, dCs = (v.view(-1, row, *v.shape[2:]) for v in (dx, dB, dC))  # or an error, no copy
+def scan_backward(dx, ddt, dB, dC, dy, dstates, x, steps, B, C, D, states, row):
+    """Writes into dx, ddt, dB and dC, of evenly spaced positions. dstates may be None.
+    -> the gradient of the state that each sequence starts from, dA, dD, perhaps that of the bias"""
+    xs, Bs, Cs, dys = in_rows(row, x, B, C, dy)
+    grads = (v.view(-1, row, *v.shape[2:]) for v in (dx, ddt, dB, dC))  # or an error, no copy
     local = states.new_empty(states[:, 1:].shape)
-    kernels.walk(dys, dts, A, Cs, final=local, adjoint=True)
-    G = pass_states(local, row_log_decays(dt, A, row), None, dstates, back=True)
+    kernels.walk(dys, steps, Cs, final=local, adjoint=True)
+    G = pass_states(local, steps.log_decays(x).view(len(x), -1, x.shape[2]), None, dstates, back=True)
     del local
-    ddt, dA, dD = kernels.ssd_rows_backward_into(
-        dxs, dBs, dCs, None, dys, xs, dts, A, Bs, Cs, D, states[:, :-1], G[:, 1:])
-    return ddt.view(dt.shape), dA, dD, G[:, 0]
+    return G[:, 0], *kernels.rows_backward(
+        *grads, None, dys, xs, steps, Bs, Cs, D, states[:, :-1], G[:, 1:])
 
 
 def fake_outputs(x, B, row):
@@ -109,9 +104,9 @@ def fake_outputs(x, B, row):
 @operator(lambda x, dt, A, B, C, D, s0, row: fake_outputs(x, B, row))
 def ssd_scan_forward(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
                      s0: Optional[Tensor], row: int) -> Tuple[Tensor, Tensor]:
-    states = row_states(x, dt, A, B, s0, row)
-    y, _ = kernels.ssd_rows_forward(*in_rows(row, x, dt), A, *in_rows(row, B, C), D, states[:, :-1],
-                                    False)
+    steps = kernels.Steps(*in_rows(row, dt), A)
+    states = row_states(x, steps, B, s0, row)
+    y, _ = kernels.rows_forward(*in_rows(row, x), steps, *in_rows(row, B, C), D, states[:, :-1])
     return y.view(x.shape), states
 
 
@@ -120,9 +115,10 @@ def ssd_scan_backward(
         dy: Tensor, dstates: Tensor, states: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor,
         C: Tensor, D: Tensor, s0: Optional[Tensor], row: int) -> Tuple[
             Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dx, dB, dC = like(x, B, C)
-    ddt, dA, dD, ds0 = ssd_scan_backward_into(
-        dx, dB, dC, rowwise(dy), dstates, x, dt, A, B, C, D, states, row)
+    dx, ddt, dB, dC = like(x, dt, B, C)
+    steps = kernels.Steps(*in_rows(row, dt), A)
+    ds0, dA, dD = scan_backward(
+        dx, ddt, dB, dC, rowwise(dy), dstates, x, steps, B, C, D, states, row)
     return dx, ddt, dA, dB, dC, dD, x.new_empty(0) if s0 is None else ds0.clone()
 
 
