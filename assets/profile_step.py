@@ -27,8 +27,8 @@ micro_batch_size = 8
 top = 20                                # kernels to print by name
 out = ""
 
-SCAN = ("forward_kernel", "tiles_kernel", "after_kernel", "before_kernel", "decays_kernel", "walk_kernel",
-        "pass_kernel")
+SCAN = ("steps_kernel", "forward_kernel", "tiles_kernel", "after_kernel", "before_kernel", "decays_kernel",
+        "walk_kernel", "pass_kernel")
 ATTENTION = ("flex", "attend", "combine_k", "cudnn", "output_kernel", "queries_kernel", "keys_kernel")
 KINDS = {"products": ("nvjet", "gemm", "splitK", "cutlass"), "attention": ATTENTION,
          "scan": SCAN, "convolution": ("conv_",), "norms": ("gated_norm", "add_norm"), "pointwise": ("triton_",)}
