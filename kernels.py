@@ -146,9 +146,9 @@ def softplus(u):
 
 
 @triton.jit
-def load_dt(dt, first, step, ok, stride, a_head, bias=None):
+def load_dt(dt, first, step, ok, stride, a_head, bias):
     """-> dt_i, a_i = sum_{j<=i} dt_j A and its total over the chunk, in units of log 2. With a
-    bias, dt_i is softplus(what is stored + bias)."""
+    bias that is not None dt_i is softplus(what is stored + bias)."""
     dtq = tl.load(dt + first * stride + step * stride, mask=ok, other=0.0).to(tl.float32)
     if bias is not None:
         dtq = tl.where(ok, softplus(dtq + bias), 0.0)
@@ -157,18 +157,18 @@ def load_dt(dt, first, step, ok, stride, a_head, bias=None):
 
 
 @triton.jit
-def load_step(steps, chunk, chunks, head, h, q: tl.constexpr):
-    """The same of one chunk of all `chunks`, as `Steps` has laid it out."""
+def load_step_sizes(steps, chunk, all_chunks, head, h, q: tl.constexpr):
+    """dt_i, a_i and its total, of one of all_chunks, as `StepSizes` has laid them out."""
     at = (chunk * h + head) * q
-    a = steps + tl.cast(chunks, tl.int64) * h * q + at
+    a = steps + tl.cast(all_chunks, tl.int64) * h * q + at
     i = tl.arange(0, q)
     return tl.load(steps + at + i), tl.load(a + i), tl.load(a + q - 1)
 
 
 @triton.jit
 def steps_kernel(dt, A, bias, steps, l, h, sdr, sdl, sdh, q: tl.constexpr, H: tl.constexpr):
-    """One chunk of all heads; see `Steps`."""
-    chunk, chunks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    """One chunk of all heads; see `StepSizes`."""
+    chunk, all_chunks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     row, c = chunk // tl.cdiv(l, q), chunk % tl.cdiv(l, q)
     head = tl.arange(0, H)
     first, step, ok = place(c, l, q)
@@ -179,7 +179,7 @@ def steps_kernel(dt, A, bias, steps, l, h, sdr, sdl, sdh, q: tl.constexpr, H: tl
     a_head = tl.load(A + head, mask=head < h, other=0.0)
     out = steps + (chunk * h + head)[None, :] * q + step[:, None]
     tl.store(out, dtq, mask=(head < h)[None, :])
-    tl.store(out + chunks * h * q, tl.cumsum(dtq * (a_head * LOG2E)[None, :], 0), mask=(head < h)[None, :])
+    tl.store(out + all_chunks * h * q, tl.cumsum(dtq * (a_head * LOG2E)[None, :], 0), mask=(head < h)[None, :])
 
 
 @triton.jit
@@ -207,7 +207,7 @@ def forward_kernel(x, steps, B, C, D, s0, y, final, l, h,
         first, step, ok = place(c, l, q)
         xq = load2(x, first, step, ok, sxl, kp)
         bq, cq = load2(B, first, step, ok, sBl, kn), load2(C, first, step, ok, sCl, kn)
-        dtq, a, total = load_step(steps, row * chunks + c, all_chunks, head, h, q)
+        dtq, a, total = load_step_sizes(steps, row * chunks + c, all_chunks, head, h, q)
         i = c * q + tl.arange(0, q)
         # L_ij dt_j, with dt as an exponent (so that dt need not be loaded anew in the layout of
         # its columns); the skip D is the diagonal of the same matrix.
@@ -307,7 +307,7 @@ def walk_kernel(x, steps, B, s0, states, final, l, h,
             tl.store(at + kn[:, None] * p + kp[None, :], s.to(states.dtype.element_ty))
         first, step, ok = place(c, l, q)
         xq, bq = load2(x, first, step, ok, sxl, kp), load2(B, first, step, ok, sBl, kn)
-        dtq, a, total = load_step(steps, row * chunks + c, all_chunks, head, h, q)
+        dtq, a, total = load_step_sizes(steps, row * chunks + c, all_chunks, head, h, q)
         weight = tl.exp2(a) if ADJOINT else dtq * tl.exp2(total - a)
         s = dot(tl.trans(bq), (xq * weight[:, None]).to(xq.dtype), s * tl.exp2(total))
     if final is not None:
@@ -339,8 +339,8 @@ def add_pairs(a, b, c, d):
 def after_kernel(x, steps, B, C, D, dy, G, dx, sums, kvs, dB, l, h,
                  sxr, sxl, sxh, sBr, sBl, sCr, sCl, syr, syl, syh, sdxr, sdxl, sdxh, sdBr, sdBl,
                  n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
-    """dx and dB. `sums` (4, r chunks, h, q) gets what decays_kernel needs of every position: the sums
-    of V's columns and rows, x.GB and dy.x."""
+    """dx and dB. The first four of `sums` (5, r chunks, h, q) get what decays_kernel needs of every
+    position: the sums of V's columns and rows, x.GB and dy.x."""
     row, c = (tl.program_id(0) // tl.cdiv(l, q)).to(tl.int64), tl.program_id(0) % tl.cdiv(l, q)
     kn, kp = tl.arange(0, n), tl.arange(0, p)
     first, step, ok = place(c, l, q)
@@ -353,14 +353,14 @@ def after_kernel(x, steps, B, C, D, dy, G, dx, sums, kvs, dB, l, h,
         b32, c32 = load2(B, first, step, ok, sBl, k32), load2(C, first, step, ok, sCl, k32)
         cb = dot(b32, tl.trans(c32), cb)
     kv, db = tl.zeros((q, q), tl.float32), tl.zeros((q, n), tl.float32)
-    chunk, chunks = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    size, i = tl.cast(chunks, tl.int64) * h * q, tl.arange(0, q)
+    chunk, all_chunks = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    size, i = tl.cast(all_chunks, tl.int64) * h * q, tl.arange(0, q)
     for head in range(h):
         xq = load2(x + row * sxr + head * sxh, first, step, ok, sxl, kp)
         dyq = load2(dy + row * syr + head * syh, first, step, ok, syl, kp)
         state = ((row * tl.cdiv(l, q) + c) * h + head) * n * p + (kn[:, None] * p + kp[None, :])
         g = tl.load(G + state)  # (n, p)
-        dtq, a, total = load_step(steps, chunk, chunks, head, h, q)
+        dtq, a, total = load_step_sizes(steps, chunk, all_chunks, head, h, q)
         d_head = tl.load(D + head)  # here, lest it be waited for below
         left = dtq * tl.exp2(total - a)
         x32, out = xq.to(tl.float32), sums + (chunk * h + head) * q + i
@@ -392,19 +392,20 @@ def after_kernel(x, steps, B, C, D, dy, G, dx, sums, kvs, dB, l, h,
 def before_kernel(steps, B, C, dy, S, G, reads, tail, kvs, dC, l, h,
                   sBr, sBl, sCr, sCl, syr, syl, syh, sdCr, sdCl,
                   n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
-    """dC, `reads` (r chunks, h, q) dy_i.(e^{a_i} C_i S) and `tail` (r chunks, h) e^{a_q} <G, S>."""
+    """dC, `reads` (r chunks, h, q; the fifth of `sums`) dy_i.(e^{a_i} C_i S) and `tail` (r chunks, h)
+    e^{a_q} <G, S>."""
     row, c = (tl.program_id(0) // tl.cdiv(l, q)).to(tl.int64), tl.program_id(0) % tl.cdiv(l, q)
     kn, kp, i = tl.arange(0, n), tl.arange(0, p), tl.arange(0, q)
     first, step, ok = place(c, l, q)
     cq = load2(C + row * sCr, first, step, ok, sCl, kn)
-    chunk, chunks = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    chunk, all_chunks = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     dc = tl.zeros((q, n), tl.float32)
     for head in range(h):
         dyq = load2(dy + row * syr + head * syh, first, step, ok, syl, kp)
         state = ((row * tl.cdiv(l, q) + c) * h + head) * n * p + (kn[:, None] * p + kp[None, :])
         s, g = tl.load(S + state), tl.load(G + state)  # (n, p)
         gs = tl.sum(g.to(tl.float32) * s.to(tl.float32))
-        _, a, total = load_step(steps, chunk, chunks, head, h, q)
+        _, a, total = load_step_sizes(steps, chunk, all_chunks, head, h, q)
         dyw = dyq * tl.exp2(a)[:, None]
         dc = dot(dyw.to(dyq.dtype), tl.trans(s), dc)
         tl.store(reads + (chunk * h + head) * q + i, tl.sum(dot(cq, s) * dyw, 1))
@@ -417,14 +418,14 @@ def before_kernel(steps, B, C, dy, S, G, reads, tail, kvs, dC, l, h,
 @triton.jit
 def decays_kernel(sums, tail, steps, A, ddt, dA, dD, dbias, l, h, sdr, sdl, sdh,
                   q: tl.constexpr, H: tl.constexpr):
-    """ddt, dA and dD of one chunk; with `dbias` ddt is the gradient of what softplus took. Rows minus
-    columns summed from i on leave the pairs j < i <= k of V (both must come from one V) and take x.GB
-    of j >= i off all of it."""
-    chunk, chunks = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    """ddt, dA and dD of one chunk; with `dbias` that too, and ddt is the gradient of what softplus took.
+    Rows minus columns summed from i on leave the pairs j < i <= k of V (both must come from one V) and
+    take x.GB of j >= i off its sum over all j, which `ends` holds."""
+    chunk, all_chunks = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     row, c = chunk // tl.cdiv(l, q), chunk % tl.cdiv(l, q)
     head = tl.arange(0, H)
     first, step, ok = place(c, l, q)
-    mask, size = ok[None, :] & (head < h)[:, None], tl.cast(chunks, tl.int64) * h * q
+    mask, size = ok[None, :] & (head < h)[:, None], tl.cast(all_chunks, tl.int64) * h * q
     at = (chunk * h + head[:, None]) * q + step[None, :]
     a_head = tl.load(A + head, mask=head < h, other=0.0)
     xgb = tl.load(sums + 2 * size + at, mask=mask, other=0.0)
@@ -434,7 +435,8 @@ def decays_kernel(sums, tail, steps, A, ddt, dA, dD, dbias, l, h, sdr, sdl, sdh,
     rows += tl.load(sums + 4 * size + at, mask=mask, other=0.0)
     dlog = tl.cumsum(rows - cols, 1, reverse=True) + ends[:, None]
     dtq = tl.load(steps + at, mask=mask, other=0.0)
-    direct = tl.where(dtq > 0, cols / dtq, 0.0)  # the gradient of dt_j but for that of a_j
+    # The gradient of dt_j but for that of a_j. dt is 0 only where softplus, and its slope, underflow.
+    direct = tl.where(dtq > 0, cols / dtq, 0.0)
     tl.store(dA + chunk * h + head, tl.sum(dlog * dtq, 1), mask=head < h)
     skip = tl.load(sums + 3 * size + at, mask=mask, other=0.0)
     tl.store(dD + chunk * h + head, tl.sum(skip, 1), mask=head < h)
@@ -456,7 +458,7 @@ def state_view(s0):
     return s0.shape[1], *s0.stride()[:3]
 
 
-class Steps:
+class StepSizes:
     """Step sizes of rows, dt (r, l, h) of any strides, and the decays that they make with A (h): what
     several kernels need, made once. With `bias` (h) dt is what comes before bias and softplus."""
 
@@ -474,9 +476,10 @@ class Steps:
         return self.made[q]
 
     def log_decays(self, x):
-        """Those of whole rows (r, h), from the chunks of `walk`; x as there"""
+        """Of whole rows, by sequence: (b, rows, h), from the chunks of `walk`. x (b, s, h, p)"""
         a = self.of(settings("walk", x)["q"])[1, :, :, -1]
-        return a.unflatten(0, (len(self.dt), -1)).sum(1) / LOG2E.value
+        a = a.unflatten(0, (len(self.dt), -1)).sum(1) / LOG2E.value
+        return a.view(len(x), -1, x.shape[2])
 
 
 def walk(x, steps, B, s0=None, states=None, final=None, q=None, adjoint=False):
@@ -502,7 +505,7 @@ def room_for_final(x, B, wanted=True):
 
 
 def rows_forward(x, steps, B, C, D, s0, return_final=False):
-    """`ssd_rows` without its gradients; steps: Steps"""
+    """`ssd_rows` without its gradients; steps: StepSizes"""
     r, l, h, p = x.shape
     y, final = x.new_empty(x.shape), room_for_final(x, B, return_final)
     if r * h <= FEW and l <= SHORT:
@@ -544,7 +547,7 @@ def rows_backward(dx, ddt, dB, dC, ds0, dy, x, steps, B, C, D, s0, dfinal=None):
 @operator(lambda x, dt, A, B, C, D, s0, final: (x.new_empty(x.shape), room_for_final(x, B, final)))
 def ssd_rows_forward(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
                      s0: Optional[Tensor], return_final: bool) -> Tuple[Tensor, Tensor]:
-    return rows_forward(x, Steps(dt, A), B, C, D, s0, return_final)
+    return rows_forward(x, StepSizes(dt, A), B, C, D, s0, return_final)
 
 
 @operator(lambda dy, *inputs: like(*inputs))
@@ -553,7 +556,7 @@ def ssd_rows_backward(
         s0: Optional[Tensor]) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dx, ddt, dB, dC, ds0 = like(x, dt, B, C, s0)
     dA, dD = rows_backward(
-        dx, ddt, dB, dC, None if s0 is None else ds0, dy, x, Steps(dt, A), B, C, D, s0)
+        dx, ddt, dB, dC, None if s0 is None else ds0, dy, x, StepSizes(dt, A), B, C, D, s0)
     return dx, ddt, dA, dB, dC, dD, ds0
 
 

@@ -151,7 +151,7 @@ def mixer_forward(
     z, xBC, dt = parts(proj, widths)
     convs = boundary_columns(xBC, conv_weight, conv, block_len)
     x, B, C = split_xBC(kernels_conv.causal_conv_forward(xBC, conv_weight, conv_bias, conv), h, n)
-    steps = kernels.Steps(*in_rows(row, dt), A, dt_bias)
+    steps = kernels.StepSizes(*in_rows(row, dt), A, dt_bias)
     states, start = proj.new_empty(0, dtype=torch.float32), ssm
     if several or block_len:
         states = row_states(x, steps, B, ssm, row)
@@ -161,10 +161,9 @@ def mixer_forward(
     return gated_norm(y, z, norm_weight) @ out_weight.T, y, states, convs
 
 
-def scan_backward(dxBC, ddt, dy, xBC, steps, D, states, dstates, ssm, row):
-    """xBC is convolved. Writes into dxBC and ddt. -> dssm if there is ssm, dA, dD and that of dt_bias"""
-    h = ddt.shape[-1]
-    n = (xBC.shape[-1] - dy.shape[-1]) // 2
+def mixer_scan_backward(dxBC, ddt, dy, xBC, h, n, steps, D, states, dstates, ssm, row):
+    """xBC is convolved. Writes into dxBC and ddt. -> dssm (None where nothing asks for it), dA, dD and
+    the gradient of dt_bias"""
     x, B, C = split_xBC(xBC, h, n)
     dx, dB, dC = split_xBC(dxBC, h, n)
     dy = dy.unflatten(-1, (h, -1))
@@ -182,7 +181,7 @@ def mixer_backward(
         A: Tensor, D: Tensor, norm_weight: Tensor, out_weight: Tensor, conv: Optional[Tensor],
         ssm: Optional[Tensor], row: int, block_len: int) -> Tuple[
             Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    widths = sizes(proj, conv_weight, A, norm_weight, row)[0]
+    widths, h, n, _ = sizes(proj, conv_weight, A, norm_weight, row)
     z, xBC, dt = parts(proj, widths)
     dproj = torch.empty_like(proj)
     dproj[..., sum(widths):] = 0
@@ -197,8 +196,9 @@ def mixer_backward(
     # The scan. The gradients of x, B and C lie side by side, as the convolution takes them.
     convolved = kernels_conv.causal_conv_forward(xBC, conv_weight, conv_bias, conv)
     dconvolved = torch.empty_like(convolved)
-    steps = kernels.Steps(*in_rows(row, dt), A, dt_bias)
-    dssm, dA, dD, ddt_bias = scan_backward(dconvolved, ddt, dy, convolved, steps, D, states, dstates, ssm, row)
+    steps = kernels.StepSizes(*in_rows(row, dt), A, dt_bias)
+    dssm, dA, dD, ddt_bias = mixer_scan_backward(
+        dconvolved, ddt, dy, convolved, h, n, steps, D, states, dstates, ssm, row)
     dssm = proj.new_empty(0) if ssm is None else dssm.contiguous()
 
     # The convolution.

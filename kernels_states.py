@@ -76,11 +76,11 @@ def in_rows(row, *tensors):
 
 def row_states(x, steps, B, s0, row):
     """-> the states before every row and at the end (b, s / row + 1, h, p, n), from s0 or zeros; steps:
-    the kernels.Steps of all rows"""
+    the kernels.StepSizes of all rows"""
     (b, s, h, p), n = x.shape, B.shape[-1]
     local = x.new_empty(b, s // row, h, p, n, dtype=torch.float32)
     kernels.walk(*in_rows(row, x), steps, *in_rows(row, B), final=local)
-    return pass_states(local, steps.log_decays(x).view(b, -1, h), s0)
+    return pass_states(local, steps.log_decays(x), s0)
 
 
 def scan_backward(dx, ddt, dB, dC, dy, dstates, x, steps, B, C, D, states, row):
@@ -90,7 +90,7 @@ def scan_backward(dx, ddt, dB, dC, dy, dstates, x, steps, B, C, D, states, row):
     grads = (v.view(-1, row, *v.shape[2:]) for v in (dx, ddt, dB, dC))  # or an error, no copy
     local = states.new_empty(states[:, 1:].shape)
     kernels.walk(dys, steps, Cs, final=local, adjoint=True)
-    G = pass_states(local, steps.log_decays(x).view(len(x), -1, x.shape[2]), None, dstates, back=True)
+    G = pass_states(local, steps.log_decays(x), None, dstates, back=True)
     del local
     return G[:, 0], *kernels.rows_backward(
         *grads, None, dys, xs, steps, Bs, Cs, D, states[:, :-1], G[:, 1:])
@@ -104,7 +104,7 @@ def fake_outputs(x, B, row):
 @operator(lambda x, dt, A, B, C, D, s0, row: fake_outputs(x, B, row))
 def ssd_scan_forward(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
                      s0: Optional[Tensor], row: int) -> Tuple[Tensor, Tensor]:
-    steps = kernels.Steps(*in_rows(row, dt), A)
+    steps = kernels.StepSizes(*in_rows(row, dt), A)
     states = row_states(x, steps, B, s0, row)
     y, _ = kernels.rows_forward(*in_rows(row, x), steps, *in_rows(row, B, C), D, states[:, :-1])
     return y.view(x.shape), states
@@ -116,7 +116,7 @@ def ssd_scan_backward(
         C: Tensor, D: Tensor, s0: Optional[Tensor], row: int) -> Tuple[
             Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dx, ddt, dB, dC = like(x, dt, B, C)
-    steps = kernels.Steps(*in_rows(row, dt), A)
+    steps = kernels.StepSizes(*in_rows(row, dt), A)
     ds0, dA, dD = scan_backward(
         dx, ddt, dB, dC, rowwise(dy), dstates, x, steps, B, C, D, states, row)
     return dx, ddt, dA, dB, dC, dD, x.new_empty(0) if s0 is None else ds0.clone()

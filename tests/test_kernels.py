@@ -436,6 +436,7 @@ def mixer_inputs(s, dtype, rows, states, h=3, p=16, n=16, w=4, d=24):
                 ssm=random(rows, h, p, n) if states else None)
 
 
+@BY_TILES
 @DTYPES
 @pytest.mark.parametrize("s, row, block_len, rows, states, want", [
     (48, 48, None, 3, True, False),                     # noisy blocks, each from its own states
@@ -443,9 +444,11 @@ def mixer_inputs(s, dtype, rows, states, h=3, p=16, n=16, w=4, d=24):
     (64, 32, None, 2, False, False),                    # a full sequence: many rows, no states
     (64, 16, 32, 1, True, True),                        # blocks of two rows, from given states
     (96, 32, 48, 1, False, True),                       # blocks that are not whole rows of 32
+    (200, 100, 100, 1, True, True),                     # rows of several chunks, the last one ragged
 ])
 def test_mixer_and_its_gradients_are_the_plain_lines(
-        monkeypatch, s, row, block_len, rows, states, want, dtype):
+        monkeypatch, s, row, block_len, rows, states, want, dtype, few):
+    monkeypatch.setattr(kernels, "FEW", few)
     monkeypatch.setattr(ops, "SCAN_ROW", row)
     outcomes = []
     for choice in ("fused", "torch"):
