@@ -8,12 +8,21 @@ A script defines its settings as module globals and calls `configure(globals())`
 
 apply, in order, the config files and the flags. A config file is Python: it may compute, import and
 use the settings that stand so far, but every public name it assigns must be a setting of the script.
-Values keep the type of the default: an int is accepted where a float is due, true/false are strict,
-and `none` is accepted where the default is None or the setting is a string.
+Values keep the type of the default: an int is accepted where a float is due, true/false are strict, and
+`none` is accepted where the default is None. Names in capitals are constants, not settings.
+
+    with script("train.py", ModelError):
+        configure(globals())
+        check(globals(), least=dict(batch_size=1), choices=dict(dtype=("auto", "float32")))
+        main()
+
+ends in one sentence and an exit status for whatever its user can mend.
 """
 import ast
+import contextlib
 import difflib
 import os
+import re
 import sys
 import types
 
@@ -27,7 +36,8 @@ _SIMPLE = (bool, int, float, str, list, tuple, type(None))
 
 def settings_of(namespace):
     """The settings in a namespace: public names with plain values, in order of definition."""
-    return {k: v for k, v in namespace.items() if not k.startswith("_") and isinstance(v, _SIMPLE)}
+    return {k: v for k, v in namespace.items()
+            if not k.startswith("_") and not k.isupper() and isinstance(v, _SIMPLE)}
 
 
 def check_name(name, settings, where):
@@ -40,7 +50,7 @@ def check_name(name, settings, where):
 
 def fit(name, value, default, where):
     """Returns value in the type of default, or raises ConfigError. None defaults accept anything."""
-    if default is None or (value is None and isinstance(default, str)):
+    if default is None:
         return value
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
@@ -50,18 +60,19 @@ def fit(name, value, default, where):
     if isinstance(default, (list, tuple)) and isinstance(value, (list, tuple)):
         return type(default)(value)
     if type(value) is not type(default):
-        wanted = "true or false" if isinstance(default, bool) else f"a {type(default).__name__}"
+        kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", list: "a list"}
+        wanted = kinds.get(type(default), f"a {type(default).__name__}")
         raise ConfigError(f"{where}: {name} takes {wanted} (default {default!r}), not {value!r}")
     return value
 
 
 def parse_value(text, default):
     """Turns a flag's text into a value. Text stays text where the default is a string."""
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words and not (isinstance(default, str) and text.lower() != "none"):
-        return words[text.lower()]
     if isinstance(default, str):
         return text
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):               # a word; fit() rejects it where none is due
@@ -74,13 +85,13 @@ def parse_value(text, default):
 def read_file(path, settings):
     """Executes a config file over a copy of the settings and returns the names that it assigned."""
     if not os.path.isfile(path):
-        raise ConfigError(f"config file {path} does not exist; settings are given as --name=value")
+        raise ConfigError(f"config file {path} does not exist; name one of config/*.py, or a setting as "
+                          f"--name=value")
     scope = dict(settings, __file__=path, __name__="config")
-    with open(path, encoding="utf-8") as f:
-        source = f.read()
     try:
-        exec(compile(source, path, "exec"), scope)
-    except Exception as error:                      # the file is the user's code: name it and why
+        with open(path, encoding="utf-8-sig") as f:
+            exec(compile(f.read(), path, "exec"), scope)
+    except (Exception, SystemExit) as error:        # the file is the user's code: name it and why
         raise ConfigError(f"config file {path} failed: {type(error).__name__}: {error}") from error
     helpers = (types.ModuleType, types.FunctionType, type)
     return {k: v for k, v in scope.items() if not k.startswith("_") and not isinstance(v, helpers)
@@ -90,8 +101,12 @@ def read_file(path, settings):
 def print_help(namespace, settings):
     print((namespace.get("__doc__") or "").strip())
     print("\nsettings (override with --name=value, or a config file):")
+    meanings = {}
+    if os.path.isfile(namespace.get("__file__") or ""):
+        with open(namespace["__file__"], encoding="utf-8") as f:
+            meanings = dict(re.findall(r"^(\w+) = .*?  # (.*)$", f.read(), re.MULTILINE))
     for name, value in settings.items():
-        print(f"  --{name} = {value!r}")
+        print(f"  --{name + ' = ' + repr(value):<34}  {meanings.get(name, '')}".rstrip())
 
 
 def configure(namespace, argv=None):
@@ -128,3 +143,43 @@ def configure(namespace, argv=None):
     if argv is None:                                # torch.compile pastes argv into the code it writes,
         del sys.argv[1:]                            # unquoted, so a quote in a flag would break it
     return settings
+
+
+def check(settings, least=None, above=None, below=None, choices=None):
+    """
+    Raises ConfigError for the first setting out of its bounds. By name: least, the smallest value; above
+    and below, what it must exceed or stay under; choices, all that it may be. A None passes.
+    """
+    bounds = ((least, lambda v, b: v >= b, "is at least {}"), (above, lambda v, b: v > b, "is above {}"),
+              (below, lambda v, b: v < b, "is below {}"))
+    for table, holds, words in bounds:
+        for name, bound in (table or {}).items():
+            value = settings[name]
+            if value is not None and not holds(value, bound):           # not for a NaN either
+                raise ConfigError(f"{name} is {value}; it {words.format(bound)}")
+    for name, allowed in (choices or {}).items():
+        if settings[name] not in allowed:
+            raise ConfigError(f"{name} is {settings[name]!r}; it is one of {', '.join(map(str, allowed))}")
+
+
+@contextlib.contextmanager
+def script(name, *errors):
+    """
+    Around the body of a script: a ConfigError, one of `errors`, or a file that cannot be read or written
+    ends it with one sentence on stderr and status 1; ctrl-C with status 130; a closed pipe silently.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except (ConfigError, *errors) as error:
+        sys.exit(f"{name}: {error}")
+    except KeyboardInterrupt:
+        print(f"{name}: stopped", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:                             # as in `| head`; python would complain once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sys.exit(f"{name}: {error.filename}: {error.strerror}; choose another path, or mend this one")

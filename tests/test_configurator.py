@@ -1,7 +1,7 @@
 """Settings: files and flags, types, typos."""
 import pytest
 
-from configurator import ConfigError, configure
+from configurator import ConfigError, check, configure, script, settings_of
 
 
 def space(**extra):
@@ -28,7 +28,8 @@ def test_lists_none_booleans_and_values_with_equals_signs():
     assert configure(space(), ["--tasks=x,y"])["tasks"] == ["x", "y"]
     assert configure(space(tasks=[1]), ["--tasks=64"])["tasks"] == [64]
     assert configure(space(), ["--resume", "false"])["resume"] is False
-    assert configure(space(checkpoint="x"), ["--checkpoint=none"])["checkpoint"] is None
+    assert configure(space(), ["--checkpoint=none"])["checkpoint"] is None
+    assert configure(space(), ["--out_dir=none"])["out_dir"] == "none"      # a word like any other
     assert configure(space(), ["--out_dir=true"])["out_dir"] == "true"
     assert configure(space(), ["--out_dir=3"])["out_dir"] == "3"
 
@@ -36,8 +37,8 @@ def test_lists_none_booleans_and_values_with_equals_signs():
 @pytest.mark.parametrize("argv, message", [
     (["--learning_rat=1"], "did you mean learning_rate"),
     (["--zzz=1"], "--help lists all settings"),
-    (["--max_iters=many"], "takes a int"),
-    (["--max_iters=1.5"], "takes a int"),
+    (["--max_iters=many"], "takes a whole number"),
+    (["--max_iters=1.5"], "takes a whole number"),
     (["--resume=1"], "true or false"),
     (["--max_iters"], "needs a value"),
     (["nowhere.py"], "does not exist"),
@@ -56,7 +57,7 @@ def test_config_files_compute_and_flags_after_them_win(tmp_path):
 
 
 @pytest.mark.parametrize("text, message", [
-    ("max_iter = 5", "did you mean max_iters"), ("max_iters = 'x'", "takes a int"),
+    ("max_iter = 5", "did you mean max_iters"), ("max_iters = 'x'", "takes a whole number"),
     ("resume = 1", "true or false"), ("1 / 0", "ZeroDivisionError"), ("max_iters =", "SyntaxError")])
 def test_mistakes_in_files_name_the_file(tmp_path, text, message):
     file = tmp_path / "c.py"
@@ -70,3 +71,42 @@ def test_help_prints_the_settings_and_exits_cleanly(capsys):
     with pytest.raises(SystemExit) as caught:
         configure(space(), ["--help"])
     assert caught.value.code == 0 and "--learning_rate = 0.001" in capsys.readouterr().out
+
+
+def test_bounds_and_choices_name_the_setting_and_what_it_may_be():
+    bounds = dict(least=dict(max_iters=1), above=dict(learning_rate=0), below=dict(learning_rate=1),
+                  choices=dict(out_dir=("out", "in")))
+    check(space(), **bounds)
+    for wrong, message in ((dict(max_iters=0), "max_iters is 0; it is at least 1"),
+                           (dict(learning_rate=-1.0), "is above 0"), (dict(learning_rate=float("nan")), "is above 0"),
+                           (dict(learning_rate=1.0), "is below 1"), (dict(out_dir="on"), "'on'; it is one of out, in")):
+        with pytest.raises(ConfigError, match=message):
+            check(space(**wrong), **bounds)
+
+
+def test_a_script_ends_in_one_sentence(capsys, tmp_path):
+    for error, status in ((ConfigError("a"), "x.py: a"), (KeyError("b"), "x.py: 'b'"), (KeyboardInterrupt(), 130)):
+        with pytest.raises(SystemExit) as ended, script("x.py", KeyError):
+            raise error
+        assert ended.value.code == status
+    with pytest.raises(SystemExit, match="x.py: .*missing: No such file"), script("x.py"):
+        open(tmp_path / "missing")
+    with pytest.raises(ZeroDivisionError), script("x.py"):          # a mistake of ours keeps its traceback
+        1 / 0
+
+
+def test_constants_are_not_settings_and_help_says_what_settings_mean(capsys, tmp_path):
+    assert "LR" not in settings_of(space(LR=3))
+    (tmp_path / "s.py").write_text("max_iters = 100   # how long\n")
+    with pytest.raises(SystemExit):
+        configure(space(__file__=str(tmp_path / "s.py")), ["--help"])
+    assert "--max_iters = 100" in (shown := capsys.readouterr().out) and "how long" in shown
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"import sys; sys.exit(0)"])
+def test_what_is_no_config_file_is_refused(tmp_path, content):
+    (tmp_path / "c.py").write_bytes(content)
+    with pytest.raises(ConfigError, match="config file .* failed"):
+        configure(space(), [str(tmp_path / "c.py")])
+    (tmp_path / "bom.py").write_bytes(b"\xef\xbb\xbfmax_iters = 7")
+    assert configure(space(), [str(tmp_path / "bom.py")])["max_iters"] == 7
