@@ -7,6 +7,7 @@ and nowhere else. Reading never runs code; writing never leaves half a file.
 import dataclasses
 import os
 import platform
+import zipfile
 
 import torch
 
@@ -35,28 +36,34 @@ def save_atomically(path, record):
         if os.path.exists(temporary):
             os.remove(temporary)
         if isinstance(error, (OSError, RuntimeError)):      # torch reports a short write as Runtime
-            raise ModelError(f"could not save {path} ({error}); an older file of that name is "
-                             f"untouched, free some space and try again") from error
+            raise ModelError(f"could not save {path} ({error}); an older file of that name is untouched; "
+                             f"free some space or choose another path, and try again") from error
         raise
 
 
-def load_checkpoint(path, device="cpu"):
-    """Reads a checkpoint as plain data (never running code). Raises ModelError if it cannot."""
+def load_checkpoint(path, *parts):
+    """Reads a checkpoint as plain data on the CPU (never running code). Raises ModelError if it cannot, or
+    if one of `parts`, such as optimizer, is missing."""
     if not os.path.isfile(path):
         raise ModelError(f"there is no checkpoint at {path}; make one with python train.py")
     try:
-        record = torch.load(path, map_location=device, weights_only=True)
+        with zipfile.ZipFile(path) as parts_of_file:            # torch.load does not look at checksums
+            if damaged := parts_of_file.testzip():
+                raise ValueError(damaged)
+        record = torch.load(path, map_location="cpu", weights_only=True)
+        for part in ("config", "model", *parts):
+            record[part]
         if record["format"] != "nanobdlm-1":
             raise KeyError(record["format"])
     except Exception as error:
-        raise ModelError(f"{path} is not a whole nanoBDLM checkpoint (truncated or another format: "
-                         f"{type(error).__name__}); train again or use another file") from error
+        raise ModelError(f"{path} is not a whole nanoBDLM checkpoint (truncated, damaged or another format: "
+                         f"{type(error).__name__} {error}); train again or use another file") from error
     return record
 
 
 def load_model(path, device="cpu"):
     """Returns (model in evaluation mode on device, checkpoint record)."""
-    record = load_checkpoint(path, device)
+    record = load_checkpoint(path)
     try:
         model = BlockDiffusionLM(ModelConfig(**record["config"])).to(device)
         model.load_state_dict(record["model"])

@@ -24,9 +24,11 @@ import time
 import torch
 from tqdm import tqdm
 
+import configurator
+import eval as evaluation
 import train
 from bench import MODELS, hardware
-from configurator import ConfigError, configure, settings_of
+from configurator import ConfigError, check, configure, settings_of
 from data import DataError, TokenData, prepare_stdlib
 from eval import print_table
 
@@ -64,11 +66,11 @@ class Run:
 
     def __init__(self, line, *picked):
         self.line, self.error = line, ""
-        self.file, *own = shlex.split(line)
+        self.file, *own = split(line) or [""]
         self.base = os.path.splitext(os.path.basename(self.file))[0]
         self.name = " ".join([self.base, *own])
         self.folder = os.path.join(out_dir, re.sub(r"[^\w.+-]", "-", self.name.replace(" ", "+")))
-        words = {word.partition("=")[0]: word for word in [*shlex.split(settings), *picked, *own]}
+        words = {word.partition("=")[0]: word for word in [*split(settings), *picked, *own]}
         self.words = [self.file, *(f"--{word}" for word in words.values())]
         self.settings = configure(settings_of(vars(train)), self.words)
 
@@ -134,7 +136,7 @@ class Run:
         if script == "eval":
             return [sys.executable, here("eval.py"), f"--checkpoint={self.path('ckpt.pt')}",
                     f"--data={self.settings['data']}", f"--device={self.settings['device']}",
-                    f"--out={self.path('eval.json')}", *(f"--{w}" for w in shlex.split(eval_settings))]
+                    f"--out={self.path('eval.json')}", *(f"--{w}" for w in split(eval_settings))]
         torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={gpus_per_run}", "--standalone"]
         resume = ["--resume"] if os.path.exists(self.path("ckpt.pt")) else []
         return [sys.executable, *(torchrun if gpus_per_run > 1 else []), here("train.py"), *self.words,
@@ -146,6 +148,14 @@ class Run:
             lines = [line.strip() for line in f if line.strip()] or ["it printed nothing"]
         said = [line for line in lines if line.startswith(f"{script}.py: ")] or lines
         return f"{self.name}: {script}.py ended with status {status}: {said[-1]} ({f.name})"
+
+
+def split(text):
+    """The words of a setting, which may hold quoted spaces."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{text!r} cannot be split into words: {error}") from None
 
 
 def here(name):
@@ -250,11 +260,11 @@ def finish(todo, everything, evaluate):
     def done():
         return sum(run.steps for run in everything) + EVALUATION * sum(bool(run.report) for run in counted)
 
-    todo = [run for run in todo if not run.error and not (run.trained and (run.report or not evaluate))]
-    counted = todo if evaluate else []
+    todo = [run for run in todo if not run.error]
     for run in todo:
-        if not run.trained:
-            run.claim()
+        run.claim()
+    todo = [run for run in todo if not (run.trained and (run.report or not evaluate))]
+    counted = todo if evaluate else []
     if todo:
         total = sum(run.settings["max_iters"] for run in everything) + EVALUATION * len(counted)
         with tqdm(desc="training and evaluation" if evaluate else "choice of rates", total=total, initial=done(),
@@ -322,7 +332,7 @@ def show(results):
         flat = [{**r.get("eval", {}), **r, "train_loss": r["points"][-1]["train"] if r["points"] else None}
                 for r in results]
         columns.append((header, [None if r.get(key) is None else format(r[key], form) for r in flat]))
-    marks = ["*" if best[r["base"]] is r else "" for r in results]
+    marks = ["*" if best[r["base"]] is r and "error" not in r else "" for r in results]
     print_table([("run", [r["name"] for r in results]), *columns, ("best", marks)])
 
 
@@ -384,6 +394,17 @@ def picture(results, path, repetitions=()):
     plt.close(fig)
 
 
+def check_settings():
+    """Raises ConfigError, before any work, for what would only be found out after it."""
+    check(globals(), least=dict(gpus_per_run=1, runs_per_gpu=1, pick_iters=0))
+    if not all(isinstance(rate, (int, float)) and rate > 0 for rate in learning_rates):
+        raise ConfigError(f"learning_rates is {learning_rates}; each is a number above 0")
+    configure(settings_of(vars(evaluation)), [f"--{word}" for word in split(eval_settings)])
+    for path in filter(None, (table, figure)):
+        if os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK):
+            raise ConfigError(f"{path} cannot be written; name a file in a folder that exists and is yours")
+
+
 def train_and_evaluate():
     """All runs; returns what the JSON holds, and why runs that pick a rate failed."""
     tries, chosen = plan()
@@ -409,11 +430,13 @@ def train_and_evaluate():
 
 
 def main():
+    check_settings()
     if draw:
         paths, errors = draw.split(","), []
         records = [read_json(path) for path in paths]
         for path, record in zip(paths, records):
-            if not isinstance(record, dict) or not record.get("runs"):
+            if not isinstance(record, dict) or not record.get("runs") or not all(
+                    isinstance(row, dict) and {"name", "base", "points"} <= row.keys() for row in record["runs"]):
                 raise ConfigError(f"{path} is no file that sweep.py wrote")
     else:
         record, errors = train_and_evaluate()
@@ -432,10 +455,9 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        configure(globals())
-        main()
-    except KeyboardInterrupt:
-        sys.exit("sweep.py: stopped; start the same command again to go on")
-    except (ConfigError, DataError) as error:
-        sys.exit(f"sweep.py: {error}")
+    with configurator.script("sweep.py", DataError):
+        try:
+            configure(globals())
+            main()
+        except KeyboardInterrupt:
+            sys.exit("sweep.py: stopped; start the same command again to go on")

@@ -9,6 +9,7 @@ Data order and noise are functions of (seed, step, row of the global batch): a r
 number of GPUs or another micro-batch continues the same run, up to the order of summation.
 """
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -19,11 +20,12 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 import data as data_module
 import ops
 from checkpoint import load_checkpoint, save_checkpoint
-from configurator import ConfigError, configure
+from configurator import ConfigError, check, configure, script
 from data import DataError, TokenData
 from model import BlockDiffusionLM, ModelConfig, ModelError
 
@@ -329,11 +331,15 @@ def share_of_batch(batch_size, micro_batch_size, rank, world):
 
 
 @torch.no_grad()
-def validation_nelbo(model, sequences, samples, seed, parallel, autocast, micro):
-    """Mean NELBO in nats per token over sequences (n, s), noise seeded per sequence and sample."""
+def validation_nelbo(model, sequences, samples, seed, parallel, autocast, micro, stop=()):
+    """Mean NELBO in nats per token over sequences (n, s), noise seeded per sequence and sample. None if
+    something appears in `stop` before the end, which one process alone can heed."""
     nats = tokens = 0
     mine = list(range(parallel.rank, len(sequences), parallel.world))
-    for i in range(0, len(mine), micro):
+    for i in tqdm(range(0, len(mine), micro), "validation", delay=3, leave=False,
+                  disable=None if parallel.rank == 0 else True):            # None: on a terminal alone
+        if stop and parallel.world == 1:
+            return None
         rows = mine[i:i + micro]
         x0 = sequences[rows].to(parallel.device)
         for sample in range(samples):
@@ -352,36 +358,75 @@ def settings_now():
 
 
 class Log:
-    """out_dir/log.jsonl, one object per line; a resumed run drops what lies past its checkpoint."""
+    """out_dir/log.jsonl, one object per line; a resumed run drops what lies past its checkpoint. Open
+    and locked while the run lasts, so that a second one in the same folder is refused (ConfigError)."""
 
     def __init__(self, path, step, enabled):
-        self.path, self.enabled = path, enabled
+        self.path, self.file = path, None
         if not enabled:
             return
-        kept = []
-        if step and os.path.exists(path):
-            with open(path) as f:
-                kept = [line for line in f if line.endswith("\n") and json.loads(line)["step"] <= step]
-        with open(path, "w") as f:
-            f.writelines(kept)
+        self.file = open(path, "a+")
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process is training in {os.path.dirname(path)}; wait for it, or "
+                              f"choose another out_dir") from None
+        except OSError:
+            pass                                            # a file system without locks
+        self.file.seek(0)
+        kept = [line for line in self.file if line.endswith("\n") and 0 < step_of(line) <= step]
+        self.file.truncate(0)
+        self.file.writelines(kept)
+        self.file.flush()
 
     def write(self, row):
-        if self.enabled:
-            with open(self.path, "a") as f:
-                f.write(json.dumps(row) + "\n")
+        if self.file:
+            try:
+                self.file.write(json.dumps(row) + "\n")
+                self.file.flush()
+            except OSError as error:
+                print(f"train.py: a line of {self.path} is lost: {error.strerror}", file=sys.stderr)
+
+
+def step_of(line):
+    """The step of a line of log.jsonl; 0 for one that is not whole."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, LookupError, TypeError):
+        return 0
 
 
 # ---------------------------------------------------------------------------------------------
 # The script
 
+def check_settings():
+    check(globals(), least=dict(
+        batch_size=1, micro_batch_size=0, seq_len=1, max_iters=1, warmup_iters=0, min_lr=0, weight_decay=0,
+        grad_clip=0, beta1=0, beta2=0, seed=0, eval_interval=1, eval_sequences=0, eval_samples=1,
+        log_interval=1, dist_timeout=1), above=dict(learning_rate=0),
+        below=dict(beta1=1, beta2=1, seed=2 ** 32, warmup_iters=max_iters),
+        choices=dict(dtype=("auto", "float32", "bfloat16")))
+    if not out_dir:
+        raise ConfigError("out_dir is empty; name a folder for checkpoints and the log")
+    path = os.path.join(out_dir, "ckpt.pt")
+    if not resume and os.path.exists(path):
+        raise ConfigError(f"{path} holds a run; add --resume to go on with it, or choose another --out_dir")
+
+
 def main():
+    check_settings()
     s = settings_now()
     parallel = Parallel(device, dist_timeout)
-    master, dev = parallel.rank == 0, parallel.device
-    say = print if master else (lambda *a, **k: None)
+    master, dev, stop = parallel.rank == 0, parallel.device, []
     chosen = ops.select_kernels(kernels, dev)
-    if warmup_iters >= max_iters:
-        raise ConfigError(f"warmup_iters {warmup_iters} must be below max_iters {max_iters}")
+
+    def say(*words, **how):
+        try:
+            if master:
+                print(*words, **how)
+        except BrokenPipeError:                             # nobody reads on: save and end
+            sys.stdout = open(os.devnull, "w")
+            stop.append(signal.SIGPIPE)
 
     # 1. Data. The default corpus is the standard library of this Python, prepared on first use.
     if data == "data/stdlib" and not os.path.exists(os.path.join(data, "meta.json")) and master:
@@ -406,19 +451,21 @@ def main():
                              parallel.rank, parallel.world)
     path, step = os.path.join(out_dir, "ckpt.pt"), 0
     if resume:
-        record = load_checkpoint(path)
+        record = load_checkpoint(path, "optimizer", "settings", "step")
         if record["config"] != vars(config):
             changed = [k for k, v in vars(config).items() if record["config"].get(k) != v]
             raise ModelError(f"{path} was trained with another {', '.join(changed)}; use the same "
                              f"settings, or another out_dir")
         if changed := [k for k in ("seed", "batch_size", "data", "max_iters", "learning_rate", "warmup_iters",
-                                   "min_lr", "weight_decay") if record["settings"][k] != s[k]]:
+                                   "min_lr", "weight_decay", "beta1", "beta2", "grad_clip") if record["settings"][k] != s[k]]:
             say(f"resuming with another {', '.join(changed)}: not the run that an uninterrupted one would be")
         model.load_state_dict(record["model"])
         for f in optimizer.flats:
             f["shard"].copy_(f["flat"][f["part"]])
         optimizer.load_state_dict(record["optimizer"])
         step = record["step"]
+        if step >= max_iters:
+            say(f"{path} is at step {step} of {max_iters} already; raise --max_iters to train on")
     elif master:
         os.makedirs(out_dir, exist_ok=True)
     log = Log(os.path.join(out_dir, "log.jsonl"), step, master)
@@ -436,14 +483,18 @@ def main():
     say(f"{train_data.n_tokens:,} training tokens | {batch_size} x {seq_len} tokens a step, "
         f"{len(micro_batches)} micro-batches | {max_iters * batch_size * seq_len:,} tokens in all")
 
-    stop = []
-    for sig in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(sig, lambda number, frame: stop.append(number))
+    def on_signal(number, frame):
+        if stop and number == signal.SIGINT:                # asked twice: at once, unsaved
+            raise KeyboardInterrupt
+        stop.append(number)
+    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(sig) != signal.SIG_IGN:         # as under nohup
+            signal.signal(sig, on_signal)
 
     def validate():
         model.eval()
         loss = validation_nelbo(model, val, eval_samples, seed, parallel, autocast,
-                                len(micro_batches[0]))
+                                len(micro_batches[0]), stop)
         model.train()
         return loss
 
@@ -482,8 +533,9 @@ def main():
             bad_steps, skipped = bad_steps + 1, skipped + 1
             say(f"step {step}: loss {loss}, gradient norm {norm}: step skipped ({bad_steps} in a row)")
             if bad_steps == 3:
-                raise ModelError(f"three steps in a row were not finite; the last good checkpoint is "
-                                 f"in {out_dir}; lower learning_rate and use --resume")
+                last = f"the last checkpoint is {path}; lower learning_rate and use --resume"
+                raise ModelError("three steps in a row were not finite; " + (
+                    last if os.path.exists(path) else "lower learning_rate and start again"))
         step += 1
         stopping = parallel.sum([len(stop)])[0] > 0 if step % 10 == 0 or parallel.world == 1 else False
 
@@ -507,9 +559,11 @@ def main():
         paused = time.time()
         if step % eval_interval == 0 or step == max_iters:
             val_loss = validate()
-            log.write(dict(step=step, val_loss=round(val_loss, 5)))
-            say(f"{step:>6}/{max_iters} validation {val_loss:.4f} nats per token", flush=True)
-        if step % eval_interval == 0 or step == max_iters or stopping:
+            stopping = stopping or val_loss is None
+            if val_loss is not None:
+                log.write(dict(step=step, val_loss=round(val_loss, 5)))
+                say(f"{step:>6}/{max_iters} validation {val_loss:.4f} nats per token", flush=True)
+        if (step % eval_interval == 0 and not bad_steps) or step == max_iters or stopping:
             save(step)
         tick += time.time() - paused                    # validating and saving are not training
         if stopping:
@@ -518,12 +572,13 @@ def main():
             sys.exit(128 + stop[0] if stop else 0)
 
     # 5. What came out.
+    val_loss = validate() if val_loss is None else val_loss
     if val_loss is None:
-        val_loss = validate()
+        sys.exit(128 + stop[0])
     n_bytes = int(val_data.sequence_bytes(seq_len, eval_sequences).sum())
     bpb = bits_per_byte(val_loss, val.numel(), n_bytes)
     say(f"trained in {duration(time.time() - started)}; validation NELBO {val_loss:.4f} nats per token, "
-        f"perplexity {math.exp(val_loss):.2f}, {bpb:.3f} bits per byte")
+        f"perplexity {math.exp(min(val_loss, 700)):.2f}, {bpb:.3f} bits per byte")
     if master and tokenizer == "bytes":
         every_token = train_data.sequences(train_data.n_tokens)
         base = data_module.byte_baselines(every_token, val)
@@ -544,10 +599,9 @@ def lost_rank(error):
 
 if __name__ == "__main__":
     try:
-        configure(globals())
-        main()
-    except (ConfigError, DataError, ModelError, ops.KernelError) as error:
-        sys.exit(f"train.py: {error}")
+        with script("train.py", DataError, ModelError, ops.KernelError):
+            configure(globals())
+            main()
     except RuntimeError as error:
         if not lost_rank(error):
             raise

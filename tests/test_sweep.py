@@ -86,6 +86,18 @@ def test_what_is_done_is_not_done_again_and_other_settings_are_refused(swept, co
     assert [os.stat(f).st_mtime_ns for f in made] == times
     with pytest.raises(ConfigError, match="another seed"):
         grid(config, swept[0], "--settings=seed=2")
+    with pytest.raises(ConfigError, match="another .*seed"):                # nor shown, where all is done
+        run(f"--runs=['{config}']", f"--out_dir={swept[0]}", "--settings=seed=2", "--eval_settings=mc=2 sequences=4")
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--runs=['']"], "does not exist"), (["--runs=['a \"b']"], "cannot be split"), (["--runs_per_gpu=0"], "at least 1"),
+    (["--learning_rates=abc"], "above 0"), (["--eval_settings=mcc=1"], "no setting 'mcc'"),
+    (["--table=/nonexistent/t.json"], "cannot be written"), (["--figure=/"], "cannot be written")])
+def test_what_cannot_work_is_refused_before_any_run(tmp_path, argv, message):
+    with pytest.raises(ConfigError, match=message):
+        run(f"--out_dir={tmp_path}/out", *argv)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_unreadable_evaluation_loses_no_other_row(swept, config):
@@ -140,6 +152,9 @@ def test_a_table_is_drawn_again_from_its_json_and_may_lack_evaluations(swept, tm
     assert (tmp_path / "again.png").read_bytes() != whole
     with pytest.raises(ConfigError, match="no file that sweep.py wrote"):
         run(f"--draw={path},{swept[0]}/tiny_mamba_h/run.json")
+    (tmp_path / "odd.json").write_text('{"runs": [1, 2]}')
+    with pytest.raises(ConfigError, match="no file that sweep.py wrote"):
+        run(f"--draw={tmp_path}/odd.json")
 
 
 def test_repetitions_are_drawn_beside_a_sweep(swept, tmp_path, capsys):

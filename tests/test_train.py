@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from io import BytesIO
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from configurator import ConfigError, configure
 from data import byte_baselines, prepare_stdlib
 from model import ModelError
 
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), ".."))
 TINY = ["--seq_len=32", "--block_len=8", "--d_model=32", "--n_head=2", "--n_layer=2", "--attn_every=2",
         "--d_state=8", "--mamba_head_dim=16", "--batch_size=4", "--warmup_iters=1", "--max_iters=4",
@@ -41,11 +43,11 @@ def run(argv, monkeypatch=None, patch=None):
     configure(vars(module), argv)
     if patch:
         patch(module)
-    handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
+    handlers = [signal.getsignal(s) for s in SIGNALS]
     try:
         module.main()
     finally:
-        for s, handler in zip((signal.SIGTERM, signal.SIGINT), handlers):
+        for s, handler in zip(SIGNALS, handlers):
             signal.signal(s, handler)
     return module
 
@@ -148,19 +150,24 @@ def test_a_step_that_is_not_finite_is_skipped_and_three_in_a_row_stop_the_run(co
     with pytest.raises(ModelError, match="three steps in a row"):
         run(TINY + [f"--data={corpus}", f"--out_dir={out}", "--max_iters=9"], patch=poison({3, 4, 5}))
     record = load_checkpoint(f"{out}/ckpt.pt")
-    assert record["step"] == 4 and all(p.isfinite().all() for p in record["model"].values())
+    assert record["step"] == 2 and all(p.isfinite().all() for p in record["model"].values())
 
 
-def test_sigterm_saves_and_resume_goes_on(corpus, tmp_path):
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP, "nobody reads on"], ids=str)
+def test_told_to_end_it_saves_and_resume_goes_on(corpus, tmp_path, how):
     out = str(tmp_path / "out")
     argv = TINY + [f"--data={corpus}", f"--out_dir={out}", "--max_iters=100000", "--eval_interval=100000"]
     process = subprocess.Popen([sys.executable, "train.py", *argv], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
         if "loss" in line:
             break
-    process.send_signal(signal.SIGTERM)
-    rest = process.stdout.read()
-    assert process.wait(60) == 128 + signal.SIGTERM and "go on with --resume" in rest
+    if isinstance(how, str):
+        process.stdout.close()
+        assert process.wait(60) == 128 + signal.SIGPIPE
+    else:
+        process.send_signal(how)
+        rest = process.stdout.read()
+        assert process.wait(60) == 128 + how and "go on with --resume" in rest
     step = load_checkpoint(f"{out}/ckpt.pt")["step"]
     assert step >= 1 and read_log(out)[-1]["step"] == step
 
@@ -193,7 +200,10 @@ def test_another_configuration_is_not_resumed(corpus, tmp_path):
 
 @pytest.mark.parametrize("argv, message", [
     (["--batch_size=4", "--micro_batch_size=3"], "does not divide"), (["--vocab_size=300"], "--vocab_size=258"),
-    (["--warmup_iters=4"], "must be below")])
+    (["--warmup_iters=4"], "warmup_iters is 4; it is below 4"), (["--dtype=bf16"], "one of auto, float32, bfloat16"),
+    (["--batch_size=0"], "batch_size is 0; it is at least 1"), (["--grad_clip=-1"], "at least 0"),
+    (["--learning_rate=0"], "above 0"), (["--beta1=1"], "below 1"), (["--seed=-1"], "at least 0"),
+    (["--log_interval=0"], "at least 1"), (["--out_dir="], "name a folder")])
 def test_settings_that_contradict_each_other_are_refused(corpus, tmp_path, argv, message):
     with pytest.raises(ConfigError, match=message):
         run(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", *argv])
@@ -206,11 +216,11 @@ def test_a_refused_setting_leaves_the_log_as_it_was_and_a_torn_line_is_dropped(c
     before = read_log(out)
     ms = [r["ms"] for r in before if "ms" in r]
     assert [r["step"] for r in before if "ms" in r] == [3, 5] and ms[1] > ms[0] / 20
-    with pytest.raises(ConfigError, match="warmup_iters 9 must be below"):
+    with pytest.raises(ConfigError, match="warmup_iters is 9"):
         run(argv + ["--max_iters=5", "--warmup_iters=9"])
     assert read_log(out) == before
     with open(os.path.join(out, "log.jsonl"), "a") as f:
-        f.write('{"step": 5, "lo')                      # killed while writing
+        f.write('[1]\n{"step": 5, "lo')                 # no line of ours, and killed while writing
     run(argv + ["--max_iters=6", "--log_interval=3", "--resume"])
     assert read_log(out)[:len(before)] == before and read_log(out)[-1]["step"] == 6
 
@@ -223,7 +233,53 @@ def test_resuming_with_other_settings_says_so_and_an_absent_device_is_a_sentence
     with pytest.raises(ConfigError, match="no device 'cuda'"):
         if torch.cuda.is_available():
             pytest.skip("this machine has CUDA")
-        run(argv + ["--device=cuda"])
+        run(argv + ["--device=cuda", "--resume"])
+
+
+def test_a_run_is_neither_overwritten_nor_trained_twice_at_once(corpus, tmp_path, capsys):
+    import fcntl
+    out = str(tmp_path / "out")
+    argv = TINY + [f"--data={corpus}", f"--out_dir={out}"]
+    run(argv)
+    before = [open(f"{out}/{name}", "rb").read() for name in ("ckpt.pt", "log.jsonl")]
+    with pytest.raises(ConfigError, match="ckpt.pt holds a run; add --resume"):
+        run(argv)
+    with open(f"{out}/log.jsonl") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another process is training in"):
+            run(argv + ["--resume", "--max_iters=9"])
+    assert before == [open(f"{out}/{name}", "rb").read() for name in ("ckpt.pt", "log.jsonl")]
+    log = read_log(out)
+    run(argv + ["--resume"])
+    assert read_log(out) == log
+    assert "ckpt.pt is at step 4 of 4 already; raise --max_iters" in capsys.readouterr().out
+
+
+def test_damage_to_a_checkpoint_is_found(corpus, tmp_path):
+    argv = TINY + [f"--data={corpus}", f"--out_dir={tmp_path}"]
+    run(argv)
+    path = tmp_path / "ckpt.pt"
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    path.write_bytes(whole[:middle] + bytes(255 - b for b in whole[middle:middle + 50]) + whole[middle + 50:])
+    with pytest.raises(ModelError, match="damaged"):
+        run(argv + ["--resume", "--max_iters=5"])
+    record = torch.load(BytesIO(whole), weights_only=True)
+    del record["optimizer"]
+    torch.save(record, path)
+    with pytest.raises(ModelError, match="KeyError 'optimizer'"):
+        run(argv + ["--resume", "--max_iters=5"])
+
+
+def test_a_line_of_the_log_that_cannot_be_written_does_not_end_training(tmp_path, capsys, monkeypatch):
+    from train import Log
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full on this system")
+    log = Log(str(tmp_path / "log.jsonl"), 0, True)
+    log.write(dict(step=1))
+    monkeypatch.setattr(log, "file", open("/dev/full", "w"))
+    log.write(dict(step=2))
+    assert "a line of" in capsys.readouterr().err and (tmp_path / "log.jsonl").read_text() == '{"step": 1}\n'
 
 
 def test_learning_rate_transfer_gives_the_papers_figures():
