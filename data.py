@@ -9,11 +9,14 @@ here; text and questions from elsewhere are prepare.py's.
     python data.py stdlib                                   # the default corpus: no download
     python data.py jsonl *.jsonl.zst --val valid.jsonl --tokenizer gpt2 --out data/mine
 """
+import contextlib
+import errno
 import functools
 import hashlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -43,6 +46,13 @@ TASKS = {                           # `mcqa`: repository, configuration (a patte
     "boolq": ("google/boolq", ".*", "validation"),
     "winogrande": ("allenai/winogrande", "winogrande_xl", "validation"),
 }
+META = (                            # what is read of meta.json, for text and for question sets
+    {"source": str, "revision": str, "tokenizer": str, "vocab_size": int, "skipped": int,
+     "splits": {"*": {"tokens": int, "documents": int, "utf8_bytes": int,
+                      "shards": [{"file": str, "tokens": int}]}}},
+    {"tasks": {"*": {"questions": int, "source": str, "split": str}}},
+)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DataError(Exception):
@@ -102,6 +112,27 @@ def encode(tokenizer, text):
 
 
 # -- writing a prepared folder --------------------------------------------------------------------
+
+@contextlib.contextmanager
+def writing(out):
+    """Around what writes the folder `out`: an OSError becomes a DataError that says what helps."""
+    try:
+        yield
+    except BrokenPipeError:         # the terminal's, not the folder's
+        raise
+    except OSError as error:
+        advice = "choose another --out"
+        if error.errno in NO_ROOM:
+            advice = "make room, run the same command again, and nothing is lost"
+        raise DataError(f"{out} cannot be written ({error.strerror or error}): {advice}") from None
+
+
+def check_out(out, *ours):
+    """Raises DataError if the folder `out` holds something, but none of the files `ours`."""
+    names = {p.name for p in out.iterdir() if p.suffix != ".tmp"} if out.exists() else set()
+    if names and names.isdisjoint(ours):
+        raise DataError(f"{out} is not empty, and not made by this command: choose another --out")
+
 
 def write_json(path, value):
     """Writes a JSON file whole or not at all: nobody ever reads half of it."""
@@ -200,7 +231,7 @@ STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tes
 
 
 def stdlib_texts(root):
-    """(relative path, text or None) of the .py files below root, sorted; None if not UTF-8."""
+    """(relative path, text or None) of the .py files below root, sorted; None if unreadable."""
     paths = []
     for folder, folders, names in os.walk(root):
         folders[:] = [f for f in folders if f not in STDLIB_EXCLUDED and f[:7] != "config-"]
@@ -208,7 +239,7 @@ def stdlib_texts(root):
     for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
         try:
             yield name, path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
-        except UnicodeDecodeError:
+        except (UnicodeDecodeError, OSError):       # a link to nowhere, say
             yield name, None
 
 
@@ -233,25 +264,25 @@ def prepare_stdlib(out="data/stdlib", root=None):
     """Prepares the running Python's own source as byte tokens, 1 file in 20 for validation.
 
     A file's split depends on its relative path alone. Tests, installed packages and generated
-    tables stay out; empty files and those that are not UTF-8 are skipped, the latter counted. The
-    folder appears whole or not at all. Returns meta.json's content. Raises DataError.
+    tables stay out; empty and unreadable files are skipped, the latter counted. The folder appears
+    whole or not at all. Returns meta.json's content. Raises DataError.
     """
     out, root = Path(out), Path(root or sysconfig.get_path("stdlib"))
     if (out / "meta.json").is_file():
         return read_meta(out)
-    if out.exists():
-        raise DataError(f"{out} is there but not prepared: remove it, or choose another --out")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=out.name + ".", dir=out.parent))
-    try:
-        write_stdlib(work, root)
-        work.chmod(0o755)           # mkdtemp's folder is for its owner alone
-        os.rename(work, out)
-    except OSError as error:        # or another process was first, with the same bytes
-        if not (out / "meta.json").is_file():
-            raise DataError(f"{out} cannot be written: {error.strerror}") from None
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    with writing(out):
+        check_out(out, "meta.json")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=out.name + ".", dir=out.parent))
+        try:
+            write_stdlib(work, root)
+            work.chmod(0o755)       # mkdtemp's folder is for its owner alone
+            os.rename(work, out)
+        except OSError:             # another process may have been first, with the same bytes
+            if not (out / "meta.json").is_file():
+                raise
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
     return read_meta(out)
 
 
@@ -259,21 +290,44 @@ def prepare_stdlib(out="data/stdlib", root=None):
 
 def command_for(path):
     """The command that prepares the folder `path`."""
-    known = Path(path).name in ("stdlib", *HUB)
-    return f"python data.py {Path(path).name if known else 'jsonl PATH...'} --out {path}"
+    name = Path(path).name
+    what = name if name in ("stdlib", "mcqa", *HUB) else "jsonl PATH..."
+    what += " --tokens 5e9" * (name == "dclm")
+    return f"python data.py {what} --out {shlex.quote(str(path))}"
+
+
+def fits(value, form):
+    """Whether a JSON value has a form: a type, [form of each], or a dict, whose "*" is any key."""
+    if isinstance(form, type):
+        return isinstance(value, form)
+    if not isinstance(value, type(form)):
+        return False
+    if isinstance(form, list):
+        return all(fits(v, form[0]) for v in value)
+    wanted = {k: form["*"] for k in value} if "*" in form else form
+    return all(k in value and fits(value[k], wanted[k]) for k in wanted)
+
+
+def read_json(path, *forms):
+    """A JSON file of a prepared folder. Raises DataError if it has none of the forms."""
+    try:
+        value = json.loads(path.read_text())
+    except (ValueError, RecursionError):
+        value = None
+    if not any(fits(value, form) for form in forms):
+        raise DataError(f"{path}: damaged JSON, or not made by data.py: move {path.parent} away "
+                        f"and run {command_for(path.parent)}")
+    return value
 
 
 def read_meta(path):
     """meta.json of a prepared folder. Raises DataError if the folder is missing or unfinished."""
     path = Path(path)
-    try:
-        if (path / "meta.json").is_file():
-            return json.loads((path / "meta.json").read_text())
-        if (path / "progress.json").is_file():
-            command = json.loads((path / "progress.json").read_text())["command"]
-            raise DataError(f"{path} is unfinished: run this again and it goes on: {command}")
-    except (ValueError, KeyError):
-        raise DataError(f"{path}: damaged JSON: remove it, run {command_for(path)}") from None
+    if (path / "meta.json").is_file():
+        return read_json(path / "meta.json", *META)
+    if (path / "progress.json").is_file():
+        command = read_json(path / "progress.json", {"command": str})["command"]
+        raise DataError(f"{path} is unfinished: run this again and it goes on: {command}")
     raise DataError(f"{path} holds no prepared data: run {command_for(path)}")
 
 
@@ -337,6 +391,8 @@ class TokenData:
 
     def n_windows(self, seq_len):
         """Whole windows of seq_len tokens in the split. Raises DataError if there is none."""
+        if seq_len < 1:
+            raise DataError(f"seq_len is {seq_len}; it is at least 1")
         if self.n_tokens < seq_len:
             raise DataError(
                 f"{self.path}'s {self.split} split has {self.n_tokens:,} tokens, less than one "
@@ -359,6 +415,8 @@ class TokenData:
 
     def sequences(self, seq_len, count=None):
         """The first `count` windows in order, or all there are if fewer: int64 (n, seq_len)."""
+        if count and count < 0:
+            raise DataError(f"there are no {count} sequences: ask for 1 or more, or 0 for all")
         n = min(self.n_windows(seq_len), count or sys.maxsize)
         return torch.from_numpy(self._read(0, n * seq_len)).view(n, seq_len)
 
@@ -484,4 +542,4 @@ if __name__ == "__main__":
     # Here this file is __main__. prepare imports it once more as `data` and sees only that copy, so
     # there is nothing else in this part: a DataError is always data.DataError.
     from prepare import main
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -24,11 +24,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data import (HUB, SHARD_TOKENS, SPLITS, TASKS, VERSION, DataError, SplitWriter, encode,
-                  get_tokenizer, prepare_stdlib, read_meta, sha256, show, write_json, write_meta)
+from configurator import script
+from data import (HUB, NO_ROOM, SHARD_TOKENS, SPLITS, TASKS, VERSION, DataError, SplitWriter,
+                  check_out, encode, get_tokenizer, prepare_stdlib, read_json, read_meta, sha256,
+                  show, write_json, write_meta, writing)
 
 SAVE_TOKENS = 4_000_000             # at most this much is held in memory, or lost with a kill
 BATCH_BYTES = 1 << 20               # text that one thread tokenises at a time
+DOWNLOAD = "download.tmp"           # in the prepared folder; check_out ignores the ending
 
 
 def need(package):
@@ -37,6 +40,12 @@ def need(package):
         return importlib.import_module(package)
     except ImportError:
         raise DataError(f"{package} is missing: pip install {package.split('.')[0]}") from None
+
+
+def unreadable(path, error):
+    """The DataError for an input file that cannot be read."""
+    why = getattr(error, "strerror", None) or error
+    return DataError(f"{path} cannot be read ({why}): mend it and run the same command again")
 
 
 # -- preparing text: resumable, on all cores, in constant memory ----------------------------------
@@ -108,7 +117,8 @@ def read_records(file, name, done):
 
 
 def read_batches(source, index, path, done):
-    """The batches of one source after line `done`. A damaged file ends in a bad document."""
+    """The batches of one source after line `done`. A damaged file ends in a bad document, one that
+    the system does not let be read in a DataError."""
     batch, size, line = Batch(source, index, path), 0, done
     try:
         with open(path, "rb") as file:
@@ -120,6 +130,8 @@ def read_batches(source, index, path, done):
                     yield batch
                     batch, size = Batch(source, index, path), 0
     except (OSError, EOFError, zlib.error) as error:
+        if getattr(error, "errno", None):       # the system's: damaged data has no number
+            raise unreadable(path, error) from None
         batch.records.append((line + 1, error))
     batch.last, batch.read = True, path.stat().st_size if path.is_file() else 0
     yield batch
@@ -135,8 +147,10 @@ def document_text(raw, name):
     except UnicodeDecodeError:
         raise ValueError("not UTF-8") from None
     except (ValueError, RecursionError):
-        raise ValueError("not JSON") from None
-    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+        row = None
+    if not isinstance(row, dict):
+        raise ValueError('not a JSON object; one is expected on each line, {"text": ...}')
+    if not isinstance(row.get("text"), str):
         raise ValueError('no "text"')
     if not row["text"]:
         raise ValueError("an empty document")
@@ -188,7 +202,7 @@ class Preparation:
     def run(self, workers=None):
         """Prepares what is not there yet and returns meta.json's content. Raises DataError."""
         tqdm, workers = need("tqdm").tqdm, workers or os.cpu_count()
-        try:
+        with writing(self.out):
             if self.finished():
                 self.clean()
                 return read_meta(self.out)
@@ -203,21 +217,16 @@ class Preparation:
                         break
             self.save()
             return self.finish()
-        except OSError as error:
-            raise DataError(
-                f"{error.filename or self.out} cannot be written ({error.strerror}): make room, "
-                "run the same command again, and it goes on from where it was") from None
 
     def finished(self):
         """True if there is nothing left to do; else takes up where progress.json is, or begins."""
+        check_out(self.out, "meta.json", "progress.json")
         self.out.mkdir(parents=True, exist_ok=True)
         names = [name for name in ("meta.json", "progress.json") if (self.out / name).is_file()]
-        if not names and any(path.suffix != ".tmp" for path in self.out.iterdir()):
-            raise DataError(f"{self.out} is not empty: remove it, or choose another --out")
-        saved = json.loads((self.out / names[0]).read_text()) if names else {}
+        saved = read_json(self.out / names[0], {}) if names else {}
         if names and saved.get("made_from") != self.made_from:
-            raise DataError(f"{self.out} was made from other files or with other settings: remove "
-                            "it, or choose another --out")
+            raise DataError(f"{self.out} was made from other files or with other settings: move it "
+                            "away, or choose another --out")
         if "meta.json" in names:
             return True
         self.position, self.skipped = saved.get("position", [0, 0]), saved.get("skipped", 0)
@@ -278,8 +287,8 @@ class Preparation:
         """Counts a bad document; without skip_bad, stops before it with all earlier ones saved."""
         if not self.skip_bad:
             self.save()
-            raise DataError(f"{what}; mend it or add --skip_bad, run the same command again, and "
-                            "it goes on from there")
+            raise DataError(f"{what}; add --skip_bad, run the same command again, and it goes on "
+                            "from there, or mend it and choose another --out")
         self.skipped += 1
         print(f"skipped {what}", file=sys.stderr)
 
@@ -290,7 +299,7 @@ class Preparation:
             skipped=self.skipped, splits={s: w.save() for s, w in self.writers.items()}))
 
     def finish(self):
-        """Writes meta.json and returns it."""
+        """Writes meta.json and returns it; says so if the source ended before the budget."""
         wanted = [source.split for source in self.sources] + ["val"] * (self.val_fraction > 0)
         for split in wanted:
             if not self.writers[split].documents:
@@ -298,13 +307,16 @@ class Preparation:
                                 "give more text, or another --val_fraction")
         meta = write_meta(self.out, self.source, self.revision, self.tokenizer.name, self.writers,
                           self.skipped, self.made_from)
+        if self.budget and not self.full():
+            print(f"{self.out}: the source ended at {self.n_first():,} tokens, before the "
+                  f"{self.budget:,} asked for", file=sys.stderr)
         self.clean()
         return meta
 
     def clean(self):
         """Removes what only the preparation needed."""
         (self.out / "progress.json").unlink(missing_ok=True)
-        shutil.rmtree(self.out / "download", ignore_errors=True)
+        shutil.rmtree(self.out / DOWNLOAD, ignore_errors=True)
 
 
 def local_sources(paths, split):
@@ -326,6 +338,8 @@ def on_hub(repo, call, *args, **kwargs):
     try:
         return call(repo, *args, **kwargs)
     except Exception as error:      # the hub's, the network's and the disk's errors
+        if getattr(error, "errno", None) in NO_ROOM:
+            raise
         if type(error).__name__ == "GatedRepoError":
             raise DataError(
                 f"{repo} is gated: accept its licence at https://huggingface.co/datasets/{repo} in "
@@ -349,7 +363,7 @@ def hub_files(repo, revision, wanted, out, local=None):
         where = dict(repo_type="dataset", revision=revision)
         names = on_hub(repo, hub.HfApi().list_repo_files, **where)
         fetch = lambda name: Path(on_hub(
-            repo, hub.hf_hub_download, name, local_dir=Path(out, "download"), **where))
+            repo, hub.hf_hub_download, name, local_dir=Path(out, DOWNLOAD), **where))
     names = sorted(name for name in names if re.fullmatch(wanted, name))
     if not names:
         raise DataError(f"{local or repo} holds no file that matches {wanted}")
@@ -420,13 +434,15 @@ def question(task, row, number):
 
 def read_rows(path):
     """(number, row) of a .jsonl or .parquet file. Raises DataError for a line that is not JSON."""
-    if path.suffix == ".parquet":
-        yield from enumerate(need("pyarrow.parquet").read_table(path).to_pylist(), 1)
-        return
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    try:
+        rows = path.read_bytes().splitlines() if path.suffix != ".parquet" else \
+            need("pyarrow.parquet").read_table(path).to_pylist()
+    except (OSError, ValueError) as error:      # a ValueError is pyarrow's
+        raise unreadable(path, error) from None
+    for number, row in enumerate(rows, 1):
         try:
-            if line.strip():
-                yield number, json.loads(line)
+            if isinstance(row, dict) or row.strip():
+                yield number, row if isinstance(row, dict) else json.loads(row)
         except ValueError:
             raise DataError(f"{path}:{number}: not JSON") from None
 
@@ -470,16 +486,42 @@ def prepare_mcqa(out="data/mcqa", tasks=None, local=None):
                  if not local or Path(local, task).is_dir() or Path(local, repo).is_dir()]
     if not tasks:
         raise DataError(f"{local} has no folder named after one of {', '.join(TASKS)}")
-    out.mkdir(parents=True, exist_ok=True)
-    made = {task: prepare_task(task, out, local) for task in tasks}
-    earlier = read_meta(out)["tasks"] if (out / "meta.json").is_file() else {}
-    meta = dict(format=VERSION, template="lm-evaluation-harness 4e7e0d47", tasks=earlier | made)
-    write_json(out / "meta.json", meta)
-    shutil.rmtree(out / "download", ignore_errors=True)
+    with writing(out):
+        check_out(out, "meta.json")
+        earlier = read_meta(out) if (out / "meta.json").is_file() else {"tasks": {}}
+        if "tasks" not in earlier:
+            raise DataError(f"{out} holds text, not question sets: choose another --out")
+        meta = dict(earlier, format=VERSION, template="lm-evaluation-harness 4e7e0d47")
+        out.mkdir(parents=True, exist_ok=True)
+        for task in tasks:
+            meta["tasks"][task] = prepare_task(task, out, local)
+            write_json(out / "meta.json", meta)     # each time, for it says that the folder is ours
+        shutil.rmtree(out / DOWNLOAD, ignore_errors=True)
     return meta
 
 
 # -- the script -----------------------------------------------------------------------------------
+
+def number(least, below, whole=True):
+    """A type for argparse: a number in these bounds, as nan and inf never are; 5e9 is whole."""
+    def parse(text):
+        try:
+            value = float(text)
+            if least <= value < below and not (whole and value % 1):
+                return int(value) if whole else value
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a {'whole ' * whole}number, at least {least} and below {below:,}")
+    return parse
+
+
+def named(text):
+    """A type for argparse: the name of a folder. An empty one would be the current folder."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the name is empty: name a folder")
+    return text
+
 
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(
@@ -493,9 +535,9 @@ def parse_arguments(argv):
     for name, text in helps.items():
         command = commands.add_parser(name, help=text, description=text)
         if name == "show":
-            command.add_argument("dir")
+            command.add_argument("dir", type=named)
             continue
-        command.add_argument("--out", default=f"data/{name}", required=name == "jsonl")
+        command.add_argument("--out", type=named, default=f"data/{name}", required=name == "jsonl")
         if name == "jsonl":
             command.add_argument("paths", nargs="*", metavar="PATH", help="training text")
             command.add_argument("--val", nargs="+", default=[], metavar="PATH",
@@ -504,17 +546,18 @@ def parse_arguments(argv):
             command.add_argument("--tokenizer", default="gpt2", choices=["gpt2", "bytes"])
             command.add_argument("--skip_bad", action="store_true",
                                  help="count bad documents and go on")
-            command.add_argument("--workers", type=int, help="threads (default: one for each core)")
+            command.add_argument("--workers", type=number(1, 1025), help="threads (default: cores)")
         if name in (*HUB, "mcqa"):
-            command.add_argument("--local", metavar="DIR", help="a folder with the hub's layout")
+            command.add_argument("--local", type=named, help="a folder with the hub's layout")
         if name in ("jsonl", "dclm"):
-            command.add_argument("--val_fraction", type=float, default=5e-4 * (name == "dclm"),
-                                 help="share of the documents kept for validation")
+            command.add_argument("--val_fraction", type=number(0, 1, whole=False), help="share of "
+                                 "the documents for validation", default=5e-4 * (name == "dclm"))
         if name == "dclm":
-            command.add_argument("--tokens", type=float, required=True, help="stop here, e.g. 5e9")
+            command.add_argument("--tokens", type=number(1, 10**15), required=True,
+                                 help="stop here, e.g. 5e9")
         if name in ("c4", "paloma"):
-            command.add_argument("--sequences", type=int, default=256)
-            command.add_argument("--seq_len", type=int, default=8192)
+            command.add_argument("--sequences", type=number(1, 10**9), default=256)
+            command.add_argument("--seq_len", type=number(1, 10**9), default=8192)
         if name == "mcqa":
             command.add_argument("--tasks", nargs="+", choices=list(TASKS))
     return parser.parse_args(argv)
@@ -531,15 +574,19 @@ def prepare_text(args, argv):
     else:
         sources, source, revision = hub_sources(args.command, args.out, args.local)
         budget = args.tokens if args.command == "dclm" else args.sequences * args.seq_len
-    return Preparation(
-        args.out, sources, args.tokenizer, source, revision, budget, val_fraction, args.skip_bad,
-        shlex.join(["python", "data.py", *argv])).run(args.workers)
+    try:
+        Preparation(
+            args.out, sources, args.tokenizer, source, revision, budget, val_fraction,
+            args.skip_bad, shlex.join(["python", "data.py", *argv])).run(args.workers)
+    except KeyboardInterrupt:
+        print("\nrun the same command again and it goes on", file=sys.stderr)
+        raise
 
 
 def main(argv):
-    """Runs one command; returns the exit status."""
-    args = parse_arguments(argv)
-    try:
+    """Runs one command. A mistake ends the process, in the way of configurator.script."""
+    with script("data.py", DataError):
+        args = parse_arguments(argv)
         if args.command == "stdlib":
             prepare_stdlib(args.out)
         elif args.command == "mcqa":
@@ -547,10 +594,8 @@ def main(argv):
         elif args.command != "show":
             prepare_text(args, argv)
         show(args.dir if args.command == "show" else args.out)
-    except DataError as error:
-        print(f"data.py: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nstopped: run the same command again and it goes on", file=sys.stderr)
-        return 130
-    return 0
+
+
+if __name__ == "__main__":
+    again = shlex.join(["python", "data.py", *(sys.argv[1:] or ["--help"])])
+    sys.exit(f"prepare.py is no command of its own: run {again}")

@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import os
 import random
+import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -56,6 +58,17 @@ def prepared(out, train, val=(), **settings):
     sources = prepare.local_sources(train, "train") + prepare.local_sources(val, "val")
     settings = dict(dict(shard_tokens=1000), **settings)
     return prepare.Preparation(out, sources, "bytes", "a test", **settings).run(2)
+
+
+def main(*arguments):
+    """The exit status of `python data.py ...` in this process; its sentence goes to stderr."""
+    try:
+        prepare.main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        return stop.code if isinstance(stop.code, int) else 1
+    return 0
 
 
 def folder_bytes(folder):
@@ -204,7 +217,8 @@ def test_a_folder_of_5_billion_tokens_opens_in_under_a_second(tmp_path):
         os.truncate(tmp_path / f"train_{i:05d}.bin", len(header) + 2 * n)
         shards.append(dict(file=f"train_{i:05d}.bin", tokens=n, sha256=""))
     splits = dict(train=dict(tokens=50 * n, documents=1, utf8_bytes=n, shards=shards))
-    data.write_json(tmp_path / "meta.json", dict(tokenizer="gpt2", vocab_size=50258, splits=splits))
+    data.write_json(tmp_path / "meta.json", dict(
+        source="", revision="", tokenizer="gpt2", vocab_size=50258, skipped=0, splits=splits))
     start = time.monotonic()
     train = data.TokenData(tmp_path, "train", "gpt2")
     assert train.batch(0, 10**6, [0], 1, 8192).shape == (1, 8192)
@@ -286,7 +300,7 @@ def child(monkeypatch):
     def start(*arguments, before=lambda: None):
         def run():
             before()
-            sys.exit(prepare.main([str(argument) for argument in arguments]))
+            prepare.main([str(argument) for argument in arguments])
         process = multiprocessing.get_context("fork").Process(target=run)
         process.start()
         return process
@@ -359,9 +373,12 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path
     meta = prepared(tmp_path / "out", [path])
     monkeypatch.setattr(data, "append", None)
     assert prepared(tmp_path / "out", [path]) == meta
-    with pytest.raises(data.DataError, match="other settings"):
+    with pytest.raises(data.DataError, match="other settings: move it away, or choose"):
         prepared(tmp_path / "out", [path], val_fraction=0.5)
-    with pytest.raises(data.DataError, match="not empty"):
+    (tmp_path / "out" / "meta.json").write_text("[]")
+    with pytest.raises(data.DataError, match="damaged JSON.*move .*out away"):
+        prepared(tmp_path / "out", [path])
+    with pytest.raises(data.DataError, match="not empty.*: choose another --out$"):
         prepared(tmp_path, [path])
 
 
@@ -390,8 +407,8 @@ def flipped(path):
 GOOD = dict(text="good")
 NOISE = [dict(text=random.Random(i).randbytes(2000).hex()) for i in range(40)]
 BAD = {
-    "not JSON": ("a.jsonl", [GOOD, b"{", GOOD], None, "a.jsonl:2: not JSON"),
-    "a list": ("a.jsonl", [GOOD, [1], GOOD], None, 'a.jsonl:2: no "text"'),
+    "not JSON": ("a.jsonl", [GOOD, b"{", GOOD], None, "a.jsonl:2: not a JSON object"),
+    "an array": ("a.jsonl", [[GOOD, GOOD]], None, "a.jsonl:1: .* one is expected on each line"),
     "no text": ("a.jsonl.zst", [GOOD, dict(url="x"), GOOD], None, 'a.jsonl.zst:2: no "text"'),
     "text is a number": ("a.jsonl", [GOOD, dict(text=1), GOOD], None, 'a.jsonl:2: no "text"'),
     "empty": ("a.jsonl.gz", [GOOD, GOOD, dict(text="")], None, "a.jsonl.gz:3: an empty document"),
@@ -413,7 +430,7 @@ def test_bad_input_is_named_by_file_and_line_and_can_be_skipped(tmp_path, case):
         damage(bad)
     paths = [write_jsonl(tmp_path / "0.jsonl", documents(TEXTS)), bad,
              write_jsonl(tmp_path / "z.jsonl", documents(TEXTS))]
-    with pytest.raises(data.DataError, match=message + ".*--skip_bad"):
+    with pytest.raises(data.DataError, match=message + ".*--skip_bad.* another --out$"):
         prepared(tmp_path / "out", paths)
     saved = json.loads((tmp_path / "out" / "progress.json").read_text())
     assert saved["splits"]["train"]["documents"] >= len(TEXTS)
@@ -434,7 +451,7 @@ def test_a_blank_line_is_no_document(tmp_path):
     (["jsonl", "--out", "out"], "name some"),
     (["jsonl", "empty.jsonl", "--tokenizer", "bytes", "--out", "out"], "no document"),
     (["show", "nowhere"], "run python data.py jsonl"),
-    (["show", "data/dclm"], "run python data.py dclm --out data/dclm"),
+    (["show", "data/dclm"], "run python data.py dclm --tokens 5e9 --out data/dclm"),
     (["c4", "--local", ".", "--out", "out"], "no file that matches"),
     (["mcqa", "--local", ".", "--out", "out"], "no folder named"),
 ])
@@ -442,9 +459,184 @@ def test_a_mistake_is_one_sentence_and_status_1(tmp_path, monkeypatch, capsys, a
     monkeypatch.chdir(tmp_path)
     Path("a.csv").write_text("x")
     Path("empty.jsonl").write_text("")
-    assert prepare.main(arguments) == 1
+    assert main(*arguments) == 1
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("command", [
+    *(f"dclm --tokens={n}" for n in ("-5", "0", "0.5", "inf", "nan", "many")),
+    *(f"dclm --tokens 9 --val_fraction={f}" for f in ("-1", "nan", "1", "2")),
+    "c4 --sequences -1", "c4 --seq_len 0", "jsonl a.jsonl --out out --workers -3",
+    "jsonl a.jsonl --out=", "stdlib --out=", "mcqa --local=", "show ''",
+])
+def test_a_setting_out_of_its_bounds_is_refused_before_anything_is_read(
+        tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl", documents(TEXTS))
+    arguments = shlex.split(command)
+    if arguments[0] in data.HUB:
+        arguments += ["--local", "."]
+    assert main(*arguments) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "at least" in error and "below" in error or "the name is empty" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_source_that_ends_before_the_budget_is_told(tmp_path, capsys):
+    write_jsonl(tmp_path / "hub" / LAYOUT["c4"].format(0), documents(["abc"]))
+    arguments = ["c4", "--tokenizer", "bytes", "--local", tmp_path / "hub", "--sequences", 1]
+    assert main(*arguments, "--seq_len", 5, "--out", tmp_path / "a") == 0
+    assert "ended at 4 tokens, before the 5 asked for" in capsys.readouterr().err
+    assert main(*arguments, "--seq_len", 4, "--out", tmp_path / "b") == 0
+    assert "asked for" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["stdlib", "mcqa", *data.HUB, "mine", "two words"])
+def test_the_command_that_a_missing_folder_asks_for_can_be_run(name):
+    command = shlex.split(data.command_for(Path("some") / name))
+    assert command[:2] == ["python", "data.py"]
+    assert prepare.parse_arguments(command[2:]).out == str(Path("some") / name)
+
+
+def mcqa_input(folder):
+    write_jsonl(folder / "piqa" / "validation.jsonl", [ROWS["piqa"][0]])
+    return ["mcqa", "--local", folder]
+
+
+COMMANDS = ("stdlib", "jsonl", "mcqa")
+
+
+@pytest.fixture
+def command(request, tmp_path, monkeypatch):
+    """`python data.py` stdlib, jsonl or mcqa over small inputs, all but --out."""
+    if request.param == "jsonl":
+        path = write_jsonl(tmp_path / "a.jsonl", documents(TEXTS))
+        return ["jsonl", path, "--tokenizer", "bytes"]
+    if request.param == "mcqa":
+        return mcqa_input(tmp_path / "questions")
+    fake_stdlib(tmp_path / "lib")
+    monkeypatch.setattr(data.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
+    return ["stdlib"]
+
+
+@pytest.mark.parametrize("command", COMMANDS, indirect=True)
+def test_a_folder_that_is_not_ours_is_left_alone(tmp_path, command, capsys):
+    (tmp_path / "theirs" / "download").mkdir(parents=True)
+    (tmp_path / "theirs" / "piqa.jsonl").write_text("kept")
+    assert main(*command, "--out", tmp_path / "theirs") == 1
+    error = capsys.readouterr().err
+    assert "not empty" in error and "choose another --out" in error and "remove" not in error
+    assert sorted(p.name for p in (tmp_path / "theirs").iterdir()) == ["download", "piqa.jsonl"]
+    assert (tmp_path / "theirs" / "piqa.jsonl").read_text() == "kept"
+
+
+@pytest.mark.parametrize("command", COMMANDS, indirect=True)
+def test_an_empty_folder_can_be_prepared(tmp_path, command):
+    (tmp_path / "out").mkdir()
+    assert main(*command, "--out", tmp_path / "out") == 0
+
+
+@pytest.mark.parametrize("where", ["file", "file/below"])
+@pytest.mark.parametrize("command", COMMANDS, indirect=True)
+def test_a_place_where_no_folder_can_be_is_one_sentence(tmp_path, command, where, capsys):
+    (tmp_path / "file").write_text("kept")
+    assert main(*command, "--out", tmp_path / where) == 1
+    error = capsys.readouterr().err
+    assert "cannot be written (" in error and error.endswith("): choose another --out\n")
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("number, advice", [
+    (errno.EACCES, "choose another --out"), (errno.EROFS, "choose another --out"),
+    (errno.ENOSPC, "make room, run the same command again")])
+@pytest.mark.parametrize("command", COMMANDS, indirect=True)
+def test_what_cannot_be_written_comes_with_advice_that_fits(
+        tmp_path, monkeypatch, command, capsys, number, advice):
+    def refuse(path, *args, **kwargs):
+        raise OSError(number, os.strerror(number), str(path))
+    (tmp_path / "data").mkdir()
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert main(*command, "--out", tmp_path / "data" / "out") == 1
+    assert f"out cannot be written ({os.strerror(number)}): {advice}" in capsys.readouterr().err
+
+
+def test_question_sets_do_not_go_into_a_folder_of_text(tmp_path, capsys):
+    folder = make_folder(tmp_path)
+    before = folder_bytes(folder)
+    assert main(*mcqa_input(tmp_path / "questions"), "--out", folder) == 1
+    assert "holds text, not question sets: choose another --out" in capsys.readouterr().err
+    assert folder_bytes(folder) == before
+
+
+def test_a_file_that_may_not_be_read_is_no_bad_document(tmp_path, monkeypatch):
+    paths = [write_jsonl(tmp_path / name, documents(TEXTS)) for name in ("a.jsonl", "b.jsonl")]
+
+    def refuse(path, *args):
+        if path == paths[1]:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return open(path, *args)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "open", refuse, raising=False)
+        with pytest.raises(data.DataError, match="b.jsonl cannot be read .Permission denied"):
+            prepared(tmp_path / "out", paths, skip_bad=True)
+    meta = prepared(tmp_path / "out", paths, skip_bad=True)
+    assert meta["skipped"] == 0 and meta["splits"]["train"]["documents"] == 2 * len(TEXTS)
+
+
+@pytest.mark.parametrize("error", [
+    ValueError("no magic bytes"), PermissionError(errno.EACCES, os.strerror(errno.EACCES))])
+def test_questions_that_cannot_be_read_are_named(tmp_path, monkeypatch, capsys, error):
+    def read_table(path):
+        raise error
+    monkeypatch.setitem(sys.modules, "pyarrow", types.ModuleType("pyarrow"))
+    parquet = types.SimpleNamespace(read_table=read_table)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", parquet)
+    path = write_jsonl(tmp_path / "in" / "piqa" / "validation.parquet", [b"damaged"])
+    assert main("mcqa", "--local", tmp_path / "in", "--out", tmp_path / "out") == 1
+    assert f"{path} cannot be read (" in capsys.readouterr().err
+
+
+def test_a_default_corpus_with_a_link_to_nowhere_is_prepared(tmp_path):
+    fake_stdlib(tmp_path / "lib")
+    (tmp_path / "lib" / "lost.py").symlink_to("nowhere")
+    assert data.prepare_stdlib(tmp_path / "out", tmp_path / "lib")["skipped"] == 2
+
+
+@pytest.mark.parametrize("arguments", ["", "jsonl x.txt --out d"])
+def test_prepare_py_sends_to_data_py(monkeypatch, arguments):
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *arguments.split()])
+    with pytest.raises(SystemExit, match=f"run python data.py {arguments}"):
+        runpy.run_path(str(REPOSITORY / "prepare.py"), run_name="__main__")
+
+
+def test_ctrl_c_says_how_to_go_on_and_loses_nothing(tmp_path, monkeypatch, capsys):
+    paths = [write_jsonl(tmp_path / f"{i}.jsonl", documents(TEXTS)) for i in range(2)]
+    command = ["jsonl", *paths, "--tokenizer", "bytes", "--out"]
+    real = prepare.Preparation.take
+
+    def stopped(self, batch):
+        if batch.index == 1:
+            raise KeyboardInterrupt
+        real(self, batch)
+        self.save()
+    monkeypatch.setattr(prepare.Preparation, "take", stopped)
+    assert main(*command, tmp_path / "out") == 130
+    assert "run the same command again and it goes on" in capsys.readouterr().err
+    monkeypatch.setattr(prepare.Preparation, "take", real)
+    assert main(*command, tmp_path / "out") == main(*command, tmp_path / "whole") == 0
+    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
+
+
+def test_a_closed_pipe_ends_it_silently(tmp_path, child, capfd):
+    def close_pipe():
+        reader, writer = os.pipe()
+        os.close(reader)
+        sys.stdout = os.fdopen(writer, "w")
+    folder = make_folder(tmp_path)
+    capfd.readouterr()
+    assert status(child("show", folder, before=close_pipe)) == 141
+    assert capfd.readouterr().err == ""
 
 
 def test_the_script_data_py_is_the_command_line(tmp_path):
@@ -471,7 +663,9 @@ REFUSED = {
     "no such folder": (lambda f: [p.unlink() for p in f.iterdir()], "run python data.py jsonl"),
     "truncated": (lambda f: damage_shard(f, lambda c: c[:-2]), "truncated: remove"),
     "another format": (lambda f: damage_shard(f, lambda c: c.__setitem__(0, 0)), "not a shard"),
-    "damaged meta": (lambda f: (f / "meta.json").write_text("{"), "damaged JSON"),
+    **{f"meta.json is {text}": (
+        lambda f, text=text: (f / "meta.json").write_text(text), "damaged JSON")
+       for text in ("{", "[]", '{"tokenizer": "bytes"}', '{"tasks": {"piqa": 1}}')},
     "a mask in the data": (
         lambda f: damage_shard(f, lambda c: c.__setitem__(slice(1024, 1026), b"\x01\x01")),
         "token 257, outside its vocabulary"),
@@ -496,6 +690,18 @@ def test_tokens_of_another_tokenizer_another_split_and_a_short_split_are_refused
     for use in (lambda d: d.sequences(10**6), lambda d: d.batch(0, 0, [0], 1, 10**6)):
         with pytest.raises(data.DataError, match="less than one sequence of 1,000,000"):
             use(data.TokenData(folder, "train"))
+
+
+@pytest.mark.parametrize("use, message", [
+    (lambda d: d.sequences(16, -3), "no -3 sequences"),
+    (lambda d: d.sequence_bytes(16, -3), "no -3 sequences"),
+    (lambda d: d.sequences(0), "seq_len is 0"),
+    (lambda d: d.batch(0, 0, [0], 1, -8), "seq_len is -8"),
+])
+def test_windows_of_no_size_and_negative_counts_are_refused(tmp_path, use, message):
+    train = data.TokenData(make_folder(tmp_path), "train")
+    with pytest.raises(data.DataError, match=message):
+        use(train)
 
 
 # -- where the text comes from --------------------------------------------------------------------
@@ -574,7 +780,7 @@ def test_one_command_prepares_each_data_set_and_stops_at_its_budget(tmp_path, na
     budget = ["--tokens", size, "--val_fraction", 0] if name == "dclm" else \
         ["--sequences", 1, "--seq_len", size]
     arguments = [name, "--local", tmp_path / "hub", "--tokenizer", "bytes", "--out", out, *budget]
-    assert prepare.main([str(a) for a in arguments]) == 0
+    assert main(*arguments) == 0
     split = "train" if name == "dclm" else "val"
     found = data.TokenData(out, split, "bytes")
     assert found.n_tokens == sum(sizes[:71]) and list(found.meta["splits"]) == [split]
@@ -617,27 +823,36 @@ def test_a_download_that_breaks_off_goes_on_and_leaves_no_copies(tmp_path, monke
         "--out")]
     broken = lambda name: ConnectionError("reset") if "shard_08" in name else None
     fake_hub(monkeypatch, root, log, broken)
-    assert prepare.main([*arguments, str(tmp_path / "out")]) == 1
+    assert main(*arguments, tmp_path / "out") == 1
     assert "when the network is back" in capsys.readouterr().err
     fake_hub(monkeypatch, root, log)
-    assert prepare.main([*arguments, str(tmp_path / "out")]) == 0
-    assert prepare.main([*arguments, str(tmp_path / "whole")]) == 0
+    assert main(*arguments, tmp_path / "out") == 0
+    assert main(*arguments, tmp_path / "whole") == 0
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
     assert json.loads((tmp_path / "out" / "meta.json").read_text())["revision"] == "a" * 40
     assert max(log) < 6, "downloads pile up instead of being removed once they are read"
 
 
+def test_a_disk_that_fills_during_a_download_is_not_blamed_on_the_network(
+        tmp_path, monkeypatch, capsys):
+    write_jsonl(tmp_path / "hub" / LAYOUT["c4"].format(0), documents(TEXTS))
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    fake_hub(monkeypatch, tmp_path / "hub", [], lambda name: full)
+    assert main("c4", "--tokenizer", "bytes", "--out", tmp_path / "out") == 1
+    assert "make room" in capsys.readouterr().err
+
+
 def test_a_gated_data_set_says_how_to_log_in(tmp_path, monkeypatch, capsys):
     write_jsonl(tmp_path / "hub" / LAYOUT["paloma"].format(0), documents(TEXTS))
     fake_hub(monkeypatch, tmp_path / "hub", [], lambda name: GatedRepoError("403"))
-    assert prepare.main(["paloma", "--tokenizer", "bytes", "--out", str(tmp_path / "out")]) == 1
+    assert main("paloma", "--tokenizer", "bytes", "--out", tmp_path / "out") == 1
     error = capsys.readouterr().err
     assert "hf auth login" in error and "huggingface.co/datasets/allenai/paloma" in error
 
 
 def test_show_prints_counts_bytes_per_token_and_text(tmp_path, capsys):
     folder = make_folder(tmp_path)
-    assert prepare.main(["show", str(folder)]) == 0
+    assert main("show", folder) == 0
     printed = capsys.readouterr().out
     train = data.TokenData(folder, "train")
     assert f"{train.n_tokens:,} tokens" in printed and "60 documents" in printed
@@ -675,7 +890,7 @@ def test_six_question_sets_become_one_form(tmp_path, task):
     split = prepare.TASKS[task][2]
     write_jsonl(tmp_path / "in" / task / f"{split}.jsonl", [row])
     arguments = ["mcqa", "--local", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
-    assert prepare.main(arguments) == 0
+    assert main(*arguments) == 0
     found = json.loads((tmp_path / "out" / f"{task}.jsonl").read_text())
     assert found == dict(expected, task=task)
     assert json.loads((tmp_path / "out" / "meta.json").read_text())["tasks"][task]["questions"] == 1
@@ -711,7 +926,7 @@ def test_a_bad_question_is_named_by_file_and_line(tmp_path, capsys, task, change
     name = f"{prepare.TASKS[task][2]}.jsonl"
     write_jsonl(tmp_path / "in" / task / name, [good, dict(good, **change)])
     arguments = ["mcqa", "--local", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
-    assert prepare.main(arguments) == 1
+    assert main(*arguments) == 1
     assert f"{name}:2: {message}" in capsys.readouterr().err
     assert not (tmp_path / "out" / f"{task}.jsonl").exists()
 
@@ -729,7 +944,7 @@ def test_question_sets_come_from_the_hub_as_parquet(tmp_path, monkeypatch):
     row, expected = ROWS["arc_easy"]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
     fake_hub(monkeypatch, tmp_path / "hub", [])
-    assert prepare.main(["mcqa", "--tasks", "arc_easy", "--out", str(tmp_path / "out")]) == 0
+    assert main("mcqa", "--tasks", "arc_easy", "--out", tmp_path / "out") == 0
     found = json.loads((tmp_path / "out" / "arc_easy.jsonl").read_text())
     assert found == dict(expected, task="arc_easy")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["arc_easy.jsonl", "meta.json"]

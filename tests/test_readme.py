@@ -41,7 +41,8 @@ def test_the_laptop_commands_run(corpus, tmp_path):  # noqa: F811
             "eval.py": [f"--checkpoint={tmp_path}/ckpt.pt", "--sequences=2"], "model.py": []}
     for command in ["python train.py", *ours]:
         _, script, *flags = shlex.split(command)
+        elsewhere = [f"--out_dir={tmp_path}/other"] * any(f.startswith("--out_dir") for f in flags)
         flags = [f for f in flags if not f.startswith(("--out_dir", "--max_iters"))]
-        done = subprocess.run([sys.executable, script, *flags, *tiny[script]], cwd=ROOT, text=True,
+        done = subprocess.run([sys.executable, script, *flags, *tiny[script], *elsewhere], cwd=ROOT, text=True,
                               capture_output=True, timeout=120)
         assert done.returncode == 0, (command, done.stderr[-2000:])
