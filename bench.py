@@ -11,6 +11,7 @@ Compilation, capture and warm-up are apart from the measurement; every run print
 versions and the kernels chosen, and ends in one JSON line. On a CPU: the same, small.
 """
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -26,7 +27,8 @@ import torch
 from tqdm import tqdm
 
 import ops
-from configurator import ConfigError, configure
+from configurator import ConfigError, check, configure, script
+from data import DataError
 from model import Attention, BlockDiffusionLM, ModelError, config_from_file
 from operations import OPERATIONS, update
 from sample import Sampler, make_decoder, prepare_for_inference
@@ -125,7 +127,41 @@ def described(record):
 
 
 def named_config(name):
-    return config_from_file(os.path.join(os.path.dirname(__file__), "config", f"{name}.py"))
+    """The ModelConfig of config/<name>.py. Raises ConfigError with the names that there are."""
+    folder = pathlib.Path(__file__).parent / "config"
+    known = sorted(path.stem for path in folder.glob("*.py"))
+    if name not in known:
+        raise ConfigError(f"config/ has no {name!r}; it has {', '.join(known)}")
+    return config_from_file(str(folder / f"{name}.py"))
+
+
+def check_seq_len(c, s):
+    """Raises ConfigError unless a model of ModelConfig c takes sequences of s tokens."""
+    if not c.full_sequence and s % c.block_len:
+        raise ConfigError(f"seq_len is {s}, not whole blocks of the model's {c.block_len} tokens; "
+                          f"choose a multiple, such as {-(-s // c.block_len) * c.block_len}")
+    if s > c.rope_capacity:
+        raise ConfigError(f"seq_len is {s}; the model takes at most {c.rope_capacity}")
+
+
+def check_out(out):
+    """Makes the folder of a file that is written in the end, and raises ConfigError or OSError now
+    for what would else be noticed then. An empty name: there is no such file."""
+    folder = os.path.dirname(out) or "."
+    os.makedirs(folder, exist_ok=True)
+    writable = os.access(out if os.path.exists(out) else folder, os.W_OK)
+    if out and (os.path.isdir(out) or not writable):
+        raise ConfigError(f"out is {out}, which cannot be written; name another file")
+
+
+def write_out(out, text):
+    """Writes the file, if it is wanted. Raises ConfigError where there is no room, say."""
+    try:
+        if out:
+            pathlib.Path(out).write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written ({error.strerror}); the results are on the "
+                          f"screen, so copy them from there") from error
 
 
 def release():
@@ -183,12 +219,21 @@ def models(size, dev):
 def bench_train(parallel):
     """Training throughput at 350M: synthetic batches, forward, backward, optimizer."""
     def make_rows(name, ceilings):
-        config = named_config(name)
-        if seq_len:
-            config.block_len = seq_len if config.full_sequence else config.block_len
-            config.seq_len = seq_len
-        yield train_row(name, config, parallel, 1e12 * ceilings["matmul_tflops"])
-    return run_all(parallel, models("350m", parallel.device), make_rows, format_train)
+        yield train_row(name, training_config(name), parallel, 1e12 * ceilings["matmul_tflops"])
+    names = models("350m", parallel.device)
+    for name in names:
+        training_config(name)                           # so that a bad one costs no measurement
+    return run_all(parallel, names, make_rows, format_train)
+
+
+def training_config(name):
+    """The named configuration, for sequences of the setting seq_len."""
+    c = named_config(name)
+    if not seq_len:
+        return c
+    check_seq_len(c, seq_len)
+    block_len = seq_len if c.full_sequence else c.block_len
+    return dataclasses.replace(c, seq_len=seq_len, block_len=block_len)
 
 
 def train_row(name, config, parallel, ceiling):
@@ -241,8 +286,12 @@ def bench_sample(parallel):
         for row in rows(model, dev, lengths or [n for n in LADDER if n <= most]):
             paper = PAPER_SAMPLE.get(name.removesuffix("_700m"), {}).get(row["length"])
             yield dict(config=name, **row, **limit_of_step(row, model, ceilings), paper=paper)
-    return run_all(parallel, models("700m", dev)[::-1], make_rows, format_sample,
-                   len(lengths or LADDER))
+    names, longest = models("700m", dev)[::-1], max(lengths, default=0)
+    for name in names:
+        if longest > named_config(name).rope_capacity:
+            raise ConfigError(f"lengths go up to {longest}; {name} makes at most "
+                              f"{named_config(name).rope_capacity} tokens")
+    return run_all(parallel, names, make_rows, format_sample, len(lengths or LADDER))
 
 
 def new_decoder(model, cache, l):
@@ -373,8 +422,8 @@ def format_sample(r):
 def bench_ops(parallel):
     """Each heavy operation beside the library a user would otherwise pick and beside its limit."""
     dev = parallel.device
-    if unknown := set(only) - set(OPERATIONS):
-        raise ConfigError(f"there is no operation {unknown.pop()!r}, only {', '.join(OPERATIONS)}")
+    for name in only:
+        check(dict(only=name), choices=dict(only=[*OPERATIONS]))
     on_gpu = dev.type == "cuda"
     def make_rows(name, ceilings):
         kind = dict(device=dev, dtype=torch.bfloat16 if on_gpu else torch.float32)
@@ -438,18 +487,31 @@ def format_op(r):
 BENCHES = dict(train=bench_train, sample=bench_sample, ops=bench_ops)
 
 
+def check_settings():
+    """Raises, before anything is measured, for settings that cannot work."""
+    check(globals(), least=dict(iterations=1, warmup=0, micro_batch_size=1, tokens_per_step=1,
+                                seq_len=0, dist_timeout=1))
+    for name in ("lengths", "whole"):
+        if not all(type(n) is int and n > 0 for n in globals()[name]):
+            raise ConfigError(f"{name} is {globals()[name]}; it is whole numbers above 0, such as "
+                              f"[1024,65536]")
+    check_out(out)
+
+
 def main(words):
     what, words, files = (words or ["--help"])[0], words[1:], []
     if what in ("-h", "--help"):
         configure(globals(), ["--help"])                # and exits
     if what not in (*BENCHES, "plot"):
         raise ConfigError(f"there is no subcommand {what!r}, only {', '.join(BENCHES)} and plot")
-    while what == "plot" and words and not words[0].startswith("--"):
-        files.append(words.pop(0))
-    configure(globals(), words)
+    if what == "plot":                                  # files stand anywhere but behind `--name`
+        files = [word for before, word in zip(["", *words], words) if not word.startswith("--")
+                 and (not before.startswith("--") or "=" in before)]
+    configure(globals(), [word for word in words if word not in files])
     if what == "plot":
         from assets.throughput import plot              # needs matplotlib, which measuring does not
         return plot(files, figures)
+    check_settings()
     parallel = Parallel(device, dist_timeout)
     line = ops.select_kernels(kernels, parallel.device)
     before, when = hardware(parallel.device), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -459,17 +521,13 @@ def main(words):
                   after=hardware(parallel.device), kernels=line)
     if parallel.rank == 0:
         print(f"after: {described(result['after'])}")
-        if out:
-            os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
-            pathlib.Path(out).write_text(json.dumps(result, indent=1))
-        print(json.dumps(result))
+        print(json.dumps(result), flush=True)           # first, as writing may still fail
+        write_out(out, json.dumps(result, indent=1))
     parallel.close()
 
 
 if __name__ == "__main__":
     # argv is cleared because torch.compile pastes it, unquoted, into the code it writes.
     _words, sys.argv[1:] = sys.argv[1:], []
-    try:
+    with script("bench.py", DataError, ModelError, ops.KernelError):
         main(_words)
-    except (ConfigError, ModelError, ops.KernelError) as error:
-        sys.exit(f"bench.py: {error}")

@@ -28,9 +28,9 @@ import torch.nn.functional as F
 
 import ops
 import sample
-from bench import hardware
+from bench import check_out, check_seq_len, hardware, write_out
 from checkpoint import load_model
-from configurator import ConfigError, configure
+from configurator import ConfigError, check, configure, script
 from data import DataError, TokenData, get_tokenizer, load_questions, sha256, task_paths
 from model import PAPER_PARAMS, ModelError
 from prepare import need
@@ -194,7 +194,6 @@ def evaluate_text(model, tokenizer, folder, parallel, autocast):
     """NELBO, perplexity, bits per byte and masked-token accuracy on a prepared folder: a dict."""
     text = TokenData(folder, "val", tokenizer.name)
     s = seq_len or model.config.seq_len
-    model.block_len_for(s)
     x, started = text.sequences(s, sequences), time.time()
     counts = nelbo_counts(model, x, parallel, autocast, seed, mc, stratified, batch_size)
     counts, n_bytes = gather(parallel, counts), text.sequence_bytes(s, sequences).numpy()
@@ -464,16 +463,33 @@ def open_judge(tokenizer, dev, dtype):
     return model.to(dtype), known
 
 
+def open_all(path, dev, dtype):
+    """
+    (model, judge or None, tokenizer, folders of text, what is known of it all) for a checkpoint.
+    Raises ConfigError, DataError or ModelError if these cannot do all that the settings ask for.
+    """
+    model, tokenizer, known = open_checkpoint(path, dev)
+    judge_model, known["judge"] = open_judge(tokenizer, dev, dtype)
+    folders, s = data or [known["data"] or "data/stdlib"], seq_len or model.config.seq_len
+    for folder in folders if data or not mcqa else []:
+        check_seq_len(model.config, s)
+        TokenData(folder, "val", tokenizer.name).n_windows(s)
+    for writer in filter(None, (model, judge_model)) if generate else ():
+        sample.plan(writer.config, [range(prompt_len)], length)
+        if (n := TokenData(folders[0], "val", tokenizer.name).n_tokens) < prompt_len + length:
+            raise ConfigError(f"prompt_len + length is {prompt_len + length} and {folders[0]} has only {n} "
+                              f"validation tokens; choose a smaller length")
+    return model, judge_model, tokenizer, folders, known
+
+
 def evaluate(path, parallel, half):
     """All that the settings ask for of one checkpoint: a dict."""
     autocast = functools.partial(torch.autocast, parallel.device.type, torch.bfloat16, enabled=half)
     weights = torch.bfloat16 if half else torch.float32
-    model, tokenizer, result = open_checkpoint(path, parallel.device)
-    judge_model, result["judge"] = open_judge(tokenizer, parallel.device, weights)
+    model, judge_model, tokenizer, folders, result = open_all(path, parallel.device, weights)
     if parallel.rank == 0:
         print(f"\n{result['checkpoint']}: {result['model']}, {model.n_params:,} parameters, step "
               f"{result['step']}, {tokenizer.name} tokens, sha256 {result['sha256'][:12]}")
-    folders = data or [result["data"] or "data/stdlib"]
     result["text"] = {folder: evaluate_text(model, tokenizer, folder, parallel, autocast)
                       for folder in folders if data or not mcqa}
     # The cache has the dtype of the weights, so what goes through it runs with weights in bf16, as
@@ -537,35 +553,32 @@ def print_paper_table(results):
 
 def check_settings():
     """Raises ConfigError or DataError, before any work, for settings that cannot work."""
-    least = dict(sequences=1, mc=1, batch_size=1, prompt_len=1, length=1, seq_len=0, limit=0,
-                 generate=0, tokens_per_step=0)
-    for name, bound in least.items():
-        if globals()[name] < bound:
-            raise ConfigError(f"{name} is {globals()[name]}; it is at least {bound}")
-    for name, choices in (("score", ("pll", "nelbo")), ("dtype", ("auto", "float32", "bfloat16"))):
-        if globals()[name] not in choices:
-            raise ConfigError(f"{name} is '{globals()[name]}'; it is one of {', '.join(choices)}")
+    check(globals(), least=dict(sequences=1, mc=1, batch_size=1, prompt_len=1, length=1, seq_len=0,
+                                limit=0, generate=0, tokens_per_step=0, seed=0, dist_timeout=1),
+          choices=dict(score=("pll", "nelbo"), dtype=("auto", "float32", "bfloat16")))
+    for name in ("checkpoint", "data", "tasks"):
+        if not all(isinstance(word, str) and word for word in globals()[name]):
+            raise ConfigError(f"{name} is {globals()[name]}; it is names with commas between them, "
+                              f"and one that is a number is written as ./5")
     if not checkpoint:
         raise ConfigError("there is nothing to evaluate; name a file with --checkpoint=PATH")
     if judge and not generate:
         raise ConfigError("a judge scores generated text; add --generate=N")
-    if not Path(out or ".").absolute().parent.is_dir():
-        raise ConfigError(f"out is {out}, in a folder that does not exist; make it first")
+    if tasks and not mcqa:
+        raise ConfigError("tasks are files of a question set; add --mcqa=FOLDER")
+    check_out(out)
     if mcqa:
         task_paths(mcqa, tasks)
 
 
-def write_record(results, dtype, **machine):
-    """Everything as one JSON line, printed, and written to `out` if that is set."""
+def as_json(results, dtype, **machine):
+    """Everything as one line of JSON."""
     protocol = dict(noise="t ~ U(1e-3, 1) per block, weight 1/t, per (seed, sequence, sample)",
                     samples=mc, stratified=stratified, seed=seed, score=score, limit=limit,
                     templates="lm-evaluation-harness 4e7e0d47", batch_size=batch_size, dtype=dtype,
                     logits="float32")
     record = dict(eval="nanobdlm-1", protocol=protocol, **machine, results=results)
-    text = json.dumps(record).replace(": NaN", ": null")            # JSON knows no NaN
-    print(text)
-    if out:
-        Path(out).write_text(text + "\n")
+    return json.dumps(record).replace(": NaN", ": null")            # JSON knows no NaN
 
 
 def main():
@@ -577,21 +590,25 @@ def main():
         print(f"{parallel.world} x {machine.get('name')} {'bf16' if half else 'fp32'} | torch "
               f"{machine['torch']} | {line} | seed {seed}, {mc} noise samples"
               f"{', stratified' if stratified else ''}", flush=True)
-    for path in checkpoint:
-        results.append(evaluate(path, parallel, half))
-        if parallel.rank == 0:
-            print_result(results[-1])
-    if parallel.rank == 0:
-        if len(results) > 1:
-            print_paper_table(results)
-        write_record(results, "bfloat16" if half else "float32", ranks=parallel.world, kernels=line,
-                     hardware=machine)
+    for path in checkpoint[1:]:         # a mistake in the last is not to be found hours later
+        open_all(path, "cpu", torch.float32)
+    record = functools.partial(as_json, results, "bfloat16" if half else "float32",
+                               ranks=parallel.world, kernels=line, hardware=machine)
+    try:
+        for path in checkpoint:
+            results.append(evaluate(path, parallel, half))
+            if parallel.rank == 0:
+                print_result(results[-1])
+                write_out(out, record() + "\n")         # each time: a crash keeps what is done
+    finally:
+        if parallel.rank == 0 and results:
+            if len(results) > 1:
+                print_paper_table(results)
+            print(record(), flush=True)
     parallel.close()
 
 
 if __name__ == "__main__":
-    try:
+    with script("eval.py", DataError, ModelError, ops.KernelError):
         configure(globals())
         main()
-    except (ConfigError, DataError, ModelError, ops.KernelError) as error:
-        sys.exit(f"eval.py: {error}")

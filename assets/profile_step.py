@@ -13,19 +13,19 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 import ops  # noqa: E402
-from bench import hardware, named_config  # noqa: E402
-from configurator import configure  # noqa: E402
+from bench import check_out, hardware, named_config, write_out  # noqa: E402
+from configurator import check, configure, script  # noqa: E402
 from fold import prepare_for_inference  # noqa: E402
-from model import BlockDiffusionLM  # noqa: E402
+from model import BlockDiffusionLM, ModelError  # noqa: E402
 from operations import update  # noqa: E402
 from sample import Sampler, make_decoder  # noqa: E402
 from train import ShardedAdamW, pick_device  # noqa: E402
 
-configs = ["mamba_h_350m"]
+configs = []                            # files of config/; []: mamba_h_350m, on a CPU laptop
 sampling = False                        # profile a denoising step instead, after an empty prefix
 micro_batch_size = 8
 top = 20                                # kernels to print by name
-out = ""
+out = ""                                # also write the JSON here
 
 SCAN = ("steps_kernel", "forward_kernel", "tiles_kernel", "after_kernel", "before_kernel", "decays_kernel",
         "walk_kernel", "pass_kernel")
@@ -84,11 +84,15 @@ def kernels_of(step, dev):
 
 
 def main():
+    check(globals(), least=dict(micro_batch_size=1, top=0))
+    check_out(out)
     dev, found = torch.device(pick_device("auto")), {}
-    ops.select_kernels("auto", dev)
-    for name in configs:
+    names = configs or ["mamba_h_350m" if dev.type == "cuda" else "laptop"]
+    every = [named_config(name) for name in names]      # so that a wrong name costs no profile
+    print(f"{', '.join(names)} on {dev} | {ops.select_kernels('auto', dev)}", flush=True)
+    for name, config in zip(names, every):
         torch.compiler.reset()
-        step = (denoising_step if sampling else training_step)(named_config(name), dev)
+        step = (denoising_step if sampling else training_step)(config, dev)
         with torch.set_grad_enabled(not sampling):
             for _ in range(3):
                 step()
@@ -101,11 +105,10 @@ def main():
         for key, calls, ms in rows[:top]:
             print(f"  {ms:9.3f} ms {calls:6d}  {key}")
         found[name] = dict(ms=total, kinds=kinds, kernels=rows)
-    if out:
-        with open(out, "w") as f:
-            json.dump(dict(sampling=sampling, hardware=hardware(dev), models=found), f, indent=1)
+        write_out(out, json.dumps(dict(sampling=sampling, hardware=hardware(dev), models=found), indent=1))
 
 
 if __name__ == "__main__":
-    configure(globals())
-    main()
+    with script("profile_step.py", ModelError, ops.KernelError):
+        configure(globals())
+        main()

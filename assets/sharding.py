@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 import ops  # noqa: E402
-from bench import hardware, named_config, release, synchronize  # noqa: E402
-from configurator import ConfigError, configure  # noqa: E402
-from model import BlockDiffusionLM  # noqa: E402
+from bench import check_out, hardware, named_config, release, synchronize, write_out  # noqa: E402
+from configurator import ConfigError, check, configure, script  # noqa: E402
+from model import BlockDiffusionLM, ModelError  # noqa: E402
 from train import Parallel, ShardedAdamW  # noqa: E402
 
 config = ""                             # a file of config/; empty: mamba_h_350m, on a CPU laptop
@@ -110,20 +110,23 @@ def measure(name, build, c, parallel):
 
 
 def main():
+    kinds = dict(ours=ours, zero=library(ddp, zero), fsdp=library(fsdp, adamw))
+    check(globals(), least=dict(micro_batch_size=1, iterations=1))
+    for kind in only:
+        check(dict(only=kind), choices=dict(only=[*kinds]))
+    check_out(out)
     parallel = Parallel(device, 300)
     if parallel.world == 1:
         raise ConfigError("one process shards nothing: torchrun --nproc_per_node=2 assets/sharding.py")
-    kinds = dict(ours=ours, zero=library(ddp, zero), fsdp=library(fsdp, adamw))
-    if unknown := set(only) - set(kinds):
-        raise ConfigError(f"only names {', '.join(unknown)}; there are {', '.join(kinds)}")
     on_gpu, rows = parallel.device.type == "cuda", []
     kernels = ops.select_kernels("auto", parallel.device)
     name = config or ("mamba_h_350m" if on_gpu else "laptop")
+    c = named_config(name)
     say = print if parallel.rank == 0 else (lambda *_, **__: None)
     say(f"{name}, {parallel.world} x {micro_batch_size} sequences | {kernels}", flush=True)
     for kind, build in ((k, kinds[k]) for k in only or kinds):
         try:
-            rows.append(measure(kind, build, named_config(name), parallel))
+            rows.append(measure(kind, build, c, parallel))
         except Exception as error:                      # one that cannot run is a row that says so
             rows.append(dict(sharding=kind, error=f"{type(error).__name__}: {str(error)[:200]}"))
         say(rows[-1], flush=True)
@@ -133,17 +136,14 @@ def main():
     if len(after) > 1:
         say(f"loss after three steps: {after}, {'the same' if same else 'NOT the same'} up to rounding")
     record = dict(config=name, same_loss=same, rows=rows, hardware=hardware(parallel.device))
-    if parallel.rank == 0 and out:
-        with open(out, "w") as f:
-            json.dump(record, f, indent=1)
+    if parallel.rank == 0:
+        write_out(out, json.dumps(record, indent=1))
     parallel.close()
     if not same or len(after) < len(rows):
         sys.exit(1)
 
 
 if __name__ == "__main__":
-    try:
+    with script("sharding.py", ModelError, ops.KernelError):
         configure(globals())
         main()
-    except ConfigError as error:
-        sys.exit(f"sharding.py: {error}")

@@ -5,22 +5,29 @@ Here and not in bench.py, so that measuring can be read without drawing.
 import contextlib
 import json
 import os
+import sys
 
-from bench import LADDER, MODELS, PAPER_SAMPLE, PAPER_TRAIN
-from configurator import ConfigError
+if __name__ == "__main__":
+    sys.exit("throughput.py: bench.py draws these figures: python bench.py plot FILE...")
+
+from bench import LADDER, MODELS, PAPER_SAMPLE, PAPER_TRAIN  # noqa: E402
+from configurator import ConfigError  # noqa: E402
 
 
 def plot(files, figures):
     """Draws what the files hold; the newest row of a (config, length) or (config, GPUs) wins."""
     results, found = [], dict(sample={}, train={}, ops={})
+    if not files:
+        raise ConfigError("name what to draw, files that --out=FILE wrote: python bench.py plot FILE...")
     for path in files:
         try:
             with open(path) as f:
                 r = json.load(f)
             about = f"{r['hardware']['name']}, torch {r['hardware']['torch']}"
-            results.append((r.get("when", ""), r["bench"], about, r["rows"]))
+            results.append((r.get("when", ""), r["bench"], about, [dict(row) for row in r["rows"]]))
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"{path} is no file that bench.py wrote with --out: {error!r}")
+            raise ConfigError(f"{path} cannot be drawn ({type(error).__name__}); name files that bench.py "
+                              f"wrote with --out")
     for _, what, about, rows in sorted(results, key=lambda r: r[0]):    # stable: then as given
         for r in rows:
             kind, _, size = r.get("config", "").rpartition("_")
@@ -29,7 +36,8 @@ def plot(files, figures):
     sample, train = ({place: r for place, r in found[what].items() if "error" not in r}
                      for what in ("sample", "train"))
     if not sample and not train:
-        raise ConfigError("plot draws rows of the 700M and 350M models, and found none")
+        raise ConfigError("plot draws rows of the 700M and 350M models, and there is none in these files; make some: "
+                          "python bench.py train --out=FILE")
     about = " and ".join(sorted({r["about"] for r in (sample | train).values()}))
     if sample:
         ours = {kind: {n: r["tok_per_s"] for (k, n), r in sample.items() if k == kind}

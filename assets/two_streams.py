@@ -12,6 +12,9 @@ import torch
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
 import ops  # noqa: E402
+from configurator import configure, script  # noqa: E402
+
+out = os.path.join(os.path.dirname(__file__), "two_streams.png")  # the picture
 
 CLEAN, NOISY, GREY = "#4477aa", "#ee7733", "#999999"
 K, L = 4, 4                             # blocks of a sequence, tokens of a block
@@ -64,9 +67,15 @@ def draw_states(ax):
     ax.axis("off")
 
 
-if __name__ == "__main__":
+def main():
     fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), width_ratios=[1, 1.35])
     draw_mask(left)
     draw_states(right)
     fig.tight_layout()
-    fig.savefig(os.path.join(os.path.dirname(__file__), "two_streams.png"), dpi=130)
+    fig.savefig(out, dpi=130)
+
+
+if __name__ == "__main__":
+    with script("two_streams.py", ValueError):            # of a kind of picture that there is not
+        configure(globals())
+        main()

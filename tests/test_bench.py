@@ -1,6 +1,7 @@
 """The benchmark commands at a size that a CPU runs in seconds, and the figures."""
 import json
 import os
+import runpy
 import subprocess
 import sys
 import types
@@ -61,16 +62,16 @@ def test_a_sampling_row_says_whether_its_steps_were_graphs(capsys, monkeypatch):
 
 
 def test_a_configuration_that_does_not_fit_says_so_and_the_run_goes_on(capsys, monkeypatch):
-    small = bench.named_config
-    def named(name):
-        if name == "huge":
+    row = bench.train_row
+    def train_row(name, *rest):
+        if name == "mamba_h_700m":
             raise RuntimeError("CUDA error: out of memory")
-        return small("laptop")
-    monkeypatch.setattr(bench, "named_config", named)
-    bench.main(["train", "--only=huge,laptop", *TINY])
+        return row(name, *rest)
+    monkeypatch.setattr(bench, "train_row", train_row)
+    bench.main(["train", "--only=mamba_h_700m,laptop", *TINY])
     rows = last_line(capsys)["rows"]
-    assert rows[0] == dict(config="huge", error="does not fit in memory") and rows[1]["tok_per_s"] > 0
-    config = small("laptop")
+    assert rows[0] == dict(config="mamba_h_700m", error="does not fit in memory") and rows[1]["tok_per_s"] > 0
+    config = bench.named_config("laptop")
     config.block_len = config.seq_len                   # full-sequence: each length stands alone
     monkeypatch.setattr(bench, "named_config", lambda name: config)
     make = bench.make_decoder
@@ -139,7 +140,7 @@ def test_plot_draws_three_figures_and_the_newest_row_wins(tmp_path, monkeypatch)
     draw = throughput.draw_curves
     monkeypatch.setattr(throughput, "draw_curves", lambda folder, name, *rest: (
         drawn.update({name: rest[-2]}), draw(folder, name, *rest)))
-    bench.main(["plot", *files, f"--figures={tmp_path}"])
+    bench.main(["plot", files[0], "--figures", str(tmp_path), *files[1:]])
     assert drawn["throughput.png"]["mamba_h"] == {256: 100, 512: 300}
     assert drawn["speedup.png"]["diffumamba_h"] == {256: 1, 512: 3}
     for name in ("throughput.png", "speedup.png", "training.png"):
@@ -150,6 +151,95 @@ def test_plot_names_a_file_that_is_not_ours(tmp_path):
     (tmp_path / "x.json").write_text("[1]")
     with pytest.raises(ConfigError, match="x.json"):
         bench.main(["plot", str(tmp_path / "x.json")])
+
+
+def run_script(monkeypatch, script, *argv):
+    """A script in this process, as by python script argv..."""
+    path = os.path.join(os.path.dirname(bench.__file__), script)
+    monkeypatch.setattr(sys, "argv", [path, *argv])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return runpy.run_path(path, run_name="__main__")
+
+
+@pytest.mark.parametrize("script, argv, message", [
+    ("bench.py", "train --iterations=0", "iterations is 0; it is at least 1"),
+    ("bench.py", "train --warmup=-1", "warmup is -1; it is at least 0"),
+    ("bench.py", "train --micro_batch_size=0", "micro_batch_size is 0"),
+    ("bench.py", "train --seq_len=-16", "seq_len is -16"),
+    ("bench.py", "train --only=laptop --seq_len=100", "choose a multiple, such as"),
+    ("bench.py", "train --only=laptop --seq_len=270336", "takes at most 262144"),
+    ("bench.py", "train --only=laptop,nope", "config/ has no 'nope'; it has attention_350m, "),
+    ("bench.py", "train --only=laptop --out={tmp}", "cannot be written; name another file"),
+    ("bench.py", "train --only=laptop --out={tmp}/file/x.json", "file: File exists; choose another path"),
+    ("bench.py", "sample --lengths=0", "lengths is [0]; it is whole numbers above 0"),
+    ("bench.py", "sample --lengths=64,-64", "it is whole numbers above 0"),
+    ("bench.py", "sample --lengths=abc", "it is whole numbers above 0"),
+    ("bench.py", "sample --whole=abc", "whole is ['abc']"),
+    ("bench.py", "sample --only=laptop --lengths=300000", "laptop makes at most 262144 tokens"),
+    ("bench.py", "ops --only=adamw,nope", "only is 'nope'; it is one of scan, "),
+    ("bench.py", "plot", "name what to draw"),
+    ("bench.py", "plot {tmp}/binary", "binary cannot be drawn (UnicodeDecodeError); name files"),
+    ("bench.py", "plot {tmp}/rows.json", "rows.json cannot be drawn (TypeError)"),
+    ("bench.py", "plot assets/train.json --figures={tmp}/file", "file: File exists; choose another path"),
+    ("assets/profile_step.py", "--config=laptop", "did you mean configs?"),
+    ("assets/profile_step.py", "--configs=laptop,nope", "config/ has no 'nope'"),
+    ("assets/profile_step.py", "--micro_batch_size=0", "micro_batch_size is 0"),
+    ("assets/profile_step.py", "--out={tmp}", "cannot be written; name another file"),
+    ("assets/sharding.py", "--iterations=0", "iterations is 0"),
+    ("assets/sharding.py", "--only=ours,theirs", "only is 'theirs'; it is one of ours, zero, fsdp"),
+    ("assets/sharding.py", "", "one process shards nothing"),
+    ("assets/throughput.py", "", "python bench.py plot FILE..."),
+    ("assets/two_streams.py", "--foo=1", "there is no setting 'foo'"),
+    ("assets/two_streams.py", "--out={tmp}/x.foo", "Format 'foo' is not supported")])
+def test_bad_input_is_one_sentence_before_any_measurement(tmp_path, monkeypatch, capsys, script, argv, message):
+    monkeypatch.chdir(os.path.dirname(bench.__file__))
+    (tmp_path / "file").write_text("")
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    (tmp_path / "rows.json").write_text(json.dumps(
+        dict(bench="train", hardware=dict(name="a GPU", torch="2.0"), rows=[5])))
+    with pytest.raises(SystemExit) as ended:
+        run_script(monkeypatch, script, *argv.format(tmp=tmp_path).split())
+    error = ended.value.code                            # text: printed, and the status is 1
+    assert error.startswith(os.path.basename(script)) and message in error and "\n" not in error
+    printed = capsys.readouterr().out
+    assert "tok/s" not in printed and " ms" not in printed
+
+
+@pytest.mark.parametrize("script, argv", [("bench.py", ["train"]), ("assets/profile_step.py", []),
+                                          ("assets/sharding.py", []), ("assets/two_streams.py", [])])
+def test_ctrl_c_is_one_line(monkeypatch, capsys, script, argv):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+    monkeypatch.setattr("train.pick_device", stop)
+    monkeypatch.setattr("matplotlib.pyplot.subplots", stop)
+    with pytest.raises(SystemExit) as ended:
+        run_script(monkeypatch, script, *argv)
+    assert ended.value.code == 130 and capsys.readouterr().err.endswith(": stopped\n")
+
+
+def test_a_measurement_is_printed_though_it_cannot_be_written(monkeypatch, capsys):
+    monkeypatch.setitem(bench.BENCHES, "train", lambda parallel: dict(rows=[1]))
+    monkeypatch.setattr(bench.pathlib.Path, "write_text", lambda *_: open("/dev/null/x"))
+    with pytest.raises(ConfigError, match="x.json cannot be written .*; the results are on the screen"):
+        bench.main(["train", "--device=cpu", "--out=x.json"])
+    assert last_line(capsys)["rows"] == [1]
+    monkeypatch.setattr(bench.os, "access", lambda *_: False)                  # a folder of another user
+    with pytest.raises(ConfigError, match="out is x.json, which cannot be written"):
+        bench.main(["train", "--device=cpu", "--out=x.json"])
+
+
+def test_without_options_a_cpu_profiles_the_laptop_model(monkeypatch, capsys, tmp_path):
+    run_script(monkeypatch, "assets/profile_step.py", "--micro_batch_size=1", f"--out={tmp_path / 'p.json'}")
+    assert capsys.readouterr().out.startswith("laptop on cpu | kernels: ")
+    assert json.loads((tmp_path / "p.json").read_text())["models"]["laptop"]["ms"] > 0
+
+
+def test_two_streams_draws_where_it_is_told_and_explains_itself(monkeypatch, capsys, tmp_path):
+    run_script(monkeypatch, "assets/two_streams.py", f"--out={tmp_path / 'x.png'}")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit) as ended:
+        run_script(monkeypatch, "assets/two_streams.py", "--help")
+    assert ended.value.code == 0 and "who sees whom in training" in capsys.readouterr().out
 
 
 def test_an_unknown_subcommand_is_one_sentence_and_none_lists_them(capsys):

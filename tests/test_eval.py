@@ -483,11 +483,17 @@ def checkpoints(tmp_path_factory, corpus):
     return paths
 
 
-def run(*argv):
-    """eval.py's main in this process, with its own globals."""
+def load():
+    """eval.py as a module with globals of its own."""
     spec = importlib.util.spec_from_file_location("eval_under_test", os.path.join(ROOT, "eval.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def run(*argv, module=None):
+    """eval.py's main in this process."""
+    module = module or load()
     configure(vars(module), ["--device=cpu", *argv])
     module.main()
 
@@ -608,7 +614,7 @@ def bad(corpus, checkpoints, tmp_path):
         write_rows(tmp_path / name / "piqa.jsonl", rows)
     (tmp_path / "misnamed").mkdir()
     write_rows(tmp_path / "misnamed" / "pica.jsonl", [GOOD])
-    return dict(good=checkpoints[0], tmp=tmp_path)
+    return dict(good=checkpoints[0], tmp=tmp_path, corpus=corpus)
 
 
 @pytest.mark.parametrize("argv, message", [
@@ -623,10 +629,19 @@ def bad(corpus, checkpoints, tmp_path):
     ("--checkpoint={good} --mcqa={tmp}/misnamed", "pica is no task"),
     ("--checkpoint={good} --mcqa={tmp}/no_gold", "piqa.jsonl:2: no gold answer"),
     ("--checkpoint={good} --mcqa={tmp}/no_tokens", "piqa.jsonl:1: the answer '' has no tokens"),
-    ("--checkpoint={good} --seq_len=33", "33 tokens are not whole blocks"),
+    ("--checkpoint={good} --seq_len=33", "choose a multiple, such as 40"),
+    ("--checkpoint={good} --seq_len=270336", "takes at most 262144"),
+    ("--checkpoint={good},{tmp}/nowhere --out={tmp}/lost.json", "there is no checkpoint at"),
+    ("--checkpoint={good},{tmp}/bytes.pt", "300 token ids, not those of its tokenizer, bytes"),
+    ("--checkpoint={good},", "names with commas between them"), ("--checkpoint=1", "written as ./5"),
+    ("--data=5", "data is [5]; it is names"), ("--tasks=piqa", "add --mcqa=FOLDER"), ("--seed=-5", "seed is -5"),
+    ("--checkpoint={good} --data={corpus},{tmp}/nowhere", "holds no prepared data: run python data.py"),
+    ("--checkpoint={good} --generate=1 --length=270000", "ask for a shorter length"),
+    ("--checkpoint={good} --generate=1 --length=20000", "choose a smaller length"),
     ("--checkpoint={good} --generate=2 --judge={tmp}/bytes.pt", "300 token ids"),
     ("--checkpoint={good} --judge={good}", "add --generate=N"),
-    ("--checkpoint={good} --out={tmp}/none/eval.json", "in a folder that does not exist"),
+    ("--checkpoint={good} --out={tmp}", "which cannot be written; name another file"),
+    ("--checkpoint={good} --out={tmp}/empty.pt/eval.json", "empty.pt: File exists; choose another path"),
     ("--score=best", "one of pll, nelbo"), ("--mc=0", "mc is 0; it is at least 1"),
     ("--checkpoint=[]", "name a file with --checkpoint"), ("--generate=-1", "generate is -1"),
     ("--sequence=3", "did you mean sequences")])
@@ -636,7 +651,35 @@ def test_bad_input_is_one_sentence_and_a_non_zero_exit(bad, monkeypatch, capsys,
         runpy.run_path(os.path.join(ROOT, "eval.py"), run_name="__main__")
     error = stopped.value.code                          # text: printed, and the status is 1
     assert error.startswith("eval.py: ") and message in error and "\n" not in error
-    assert '"eval"' not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert '"eval"' not in printed and "ppl" not in printed                     # it was found before any work
+
+
+def test_what_was_evaluated_before_a_crash_is_printed_and_written(checkpoints, tmp_path, capsys):
+    module = load()
+    evaluate = module.evaluate
+
+    def crash_on_the_second(path, *rest):
+        if path == checkpoints[1]:
+            raise KeyboardInterrupt
+        return evaluate(path, *rest)
+    module.evaluate = crash_on_the_second
+    with pytest.raises(KeyboardInterrupt):
+        run(f"--checkpoint={','.join(checkpoints)}", "--sequences=2", f"--out={tmp_path / 'new' / 'eval.json'}",
+            module=module)
+    record = json.loads((tmp_path / "new" / "eval.json").read_text())
+    assert [r["checkpoint"] for r in record["results"]] == checkpoints[:1]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == record
+
+
+def test_ctrl_c_is_one_line(monkeypatch, checkpoints, capsys):
+    def stop(name):
+        raise KeyboardInterrupt
+    monkeypatch.setattr("train.pick_device", stop)
+    monkeypatch.setattr(sys, "argv", ["eval.py", f"--checkpoint={checkpoints[0]}"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(os.path.join(ROOT, "eval.py"), run_name="__main__")
+    assert stopped.value.code == 130 and capsys.readouterr().err == "eval.py: stopped\n"
 
 
 def test_a_judge_of_another_tokenizer_is_refused(checkpoints, monkeypatch):
