@@ -19,12 +19,14 @@ import glob
 import importlib.util
 import math
 import os
+import sys
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 import ops
+from configurator import ConfigError, fit, read_file, script
 
 
 class ModelError(ValueError):
@@ -55,17 +57,20 @@ class ModelConfig:
         def require(ok, message):
             if not ok:
                 raise ModelError(message)
-        require(1 <= self.block_len <= self.seq_len and self.seq_len % self.block_len == 0,
+        for name, value in vars(self).items():
+            require(isinstance(value, bool) or value > 0, f"{name} is {value}; it must be above 0")
+        require(self.vocab_size > 1, "vocab_size is 1; it must be above 1, for the last id is the mask")
+        require(self.block_len <= self.seq_len and self.seq_len % self.block_len == 0,
                 f"seq_len {self.seq_len} does not hold whole blocks of block_len {self.block_len}; "
                 f"choose a block_len that divides it")
-        require(min(self.n_head, self.n_layer, self.attn_every, self.mamba_head_dim, self.d_state) >= 1,
-                "n_head, n_layer, attn_every, mamba_head_dim and d_state must be at least 1")
         require(self.d_model % (2 * self.n_head) == 0,
                 f"d_model {self.d_model} must be a multiple of 2 * n_head = {2 * self.n_head}")
         require(self.d_inner % self.mamba_head_dim == 0,
-                f"Mamba's width {self.d_inner} must be a multiple of mamba_head_dim")
+                f"mamba_expand * d_model = {self.d_inner} must be a multiple of mamba_head_dim "
+                f"{self.mamba_head_dim}")
         require(self.seq_len <= self.rope_capacity,
-                f"seq_len {self.seq_len} is beyond the rotary capacity of {self.rope_capacity}")
+                f"seq_len {self.seq_len} is beyond the rotary capacity of {self.rope_capacity}; choose a "
+                f"smaller seq_len or a larger rope_capacity")
 
     @property
     def hybrid(self):
@@ -420,7 +425,8 @@ class BlockDiffusionLM(nn.Module):
         """The length of a diffusion block in s tokens: a full-sequence model takes them as one."""
         l = s if self.config.full_sequence else self.config.block_len
         if s == 0 or s % l:
-            raise ModelError(f"{s} tokens are not whole blocks of the model's block length {l}")
+            raise ModelError(f"{s} tokens are not whole blocks; give the model a multiple of its block "
+                             f"length, {self.config.block_len}")
         return l
 
     def rope(self, length):
@@ -548,9 +554,10 @@ class BlockDiffusionLM(nn.Module):
         return Cache(layers, torch.zeros(batch, dtype=torch.long, device=weight.device), max_len)
 
     @torch.no_grad()
-    def prefill(self, x0, cache, chunk_tokens=4096):
+    def prefill(self, x0, cache, chunk_tokens=4096, on_chunk=None):
         """Appends finished blocks x0 (b, m), m a whole number of blocks, in chunks of about chunk_tokens
-        over all rows, lest a tensor reach 2^31 elements. ModelError when the cache is too small."""
+        over all rows, lest a tensor reach 2^31 elements; on_chunk(n) is called after n more tokens of
+        each row. ModelError when the cache is too small."""
         if x0.size(1) == 0:
             return
         if self.config.full_sequence:
@@ -566,6 +573,8 @@ class BlockDiffusionLM(nn.Module):
             for layer, state in zip(self.layers, cache.layers):
                 h = layer.extend(h, c, state, cache.lengths, rope, l)
             cache.lengths += x.size(1)
+            if on_chunk:
+                on_chunk(x.size(1))
 
     def commit(self, x0_block, cache):
         """Appends one finished block (b, l): eq. bdlm-kv-cache's clean pass."""
@@ -632,11 +641,13 @@ PAPER_PARAMS = {                        # tab:arch-87m and tab:arch-350m, in mil
 
 
 def config_from_file(path):
-    """The ModelConfig that a config file describes; its training settings are left aside."""
-    from configurator import read_file
+    """The ModelConfig that a config file, or the bare name of one in config/, describes; its training
+    settings are left aside. Raises ConfigError for a file that cannot be used, or ModelError."""
+    known = os.path.join(os.path.dirname(os.path.abspath(__file__)), "config", f"{path}.py")
+    path = known if os.path.isfile(known) and not os.path.isfile(path) else path
     defaults = dataclasses.asdict(ModelConfig())
     settings = read_file(path, defaults)
-    return ModelConfig(**{k: v for k, v in {**defaults, **settings}.items() if k in defaults})
+    return ModelConfig(**{k: fit(k, v, defaults[k], path) for k, v in settings.items() if k in defaults})
 
 
 def main():
@@ -653,4 +664,11 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with script("model.py", ModelError):
+        if {"-h", "--help"} & set(sys.argv):
+            print(__doc__.strip())
+        elif sys.argv[1:]:
+            raise ConfigError(f"there are no settings here, so leave out {' '.join(sys.argv[1:])}; --help "
+                              f"says what this is")
+        else:
+            main()

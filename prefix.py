@@ -32,15 +32,23 @@ def copy_row(source, target):
     target.lengths.copy_(source.lengths)
 
 
-def read_prefix(model, tokens, before=None):
-    """The Prefix of tokens (m,), after those of the Prefix `before` if there is one."""
+def need_cache(model):
+    """Raises ModelError for a model that keeps no cache."""
+    if model.config.full_sequence:
+        raise ModelError("a full-sequence model has no prefix cache: give it the prompt itself")
+
+
+def read_prefix(model, tokens, before=None, on_chunk=None):
+    """The Prefix of tokens (m,), after those of the Prefix `before` if there is one. on_chunk(n) is
+    called whenever n more have been read. Raises ModelError where the model has no cache."""
+    need_cache(model)
     tokens = tokens.cpu() if before is None else torch.cat([before.tokens, tokens.cpu()])
     l = model.config.block_len
     cache = model.new_cache(1, len(tokens) // l * l)
     if before is not None:
         copy_row(before.cache, cache)
     held = int(cache.lengths)
-    model.prefill(tokens[None, held:cache.max_len].to(cache.lengths.device), cache)
+    model.prefill(tokens[None, held:cache.max_len].to(cache.lengths.device), cache, on_chunk=on_chunk)
     return Prefix(tokens, cache)
 
 
@@ -54,10 +62,21 @@ def fingerprint(model):
     return digest.hexdigest()
 
 
+def check_path(path):
+    """Raises ModelError or OSError where no file can be written, to be asked before a long prompt is
+    read for it. Leaves a file of that name as it is."""
+    if os.path.isdir(path):
+        raise ModelError(f"{path} is a folder; name a file to save the cache in, such as "
+                         f"{os.path.join(path, 'cache')}")
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(f"{path}.tmp", "wb"):                     # the name that save_atomically writes first
+        pass
+    os.remove(f"{path}.tmp")
+
+
 def save_prefix(path, model, prefix):
     """Writes a Prefix, atomically. Raises ModelError where that fails, or the model has no cache."""
-    if model.config.full_sequence:
-        raise ModelError("a full-sequence model has no prefix cache: give it the prompt itself")
+    need_cache(model)
     layers = [tuple(part.cpu() for part in state) for state in prefix.cache.layers]
     save_atomically(path, dict(format="nanobdlm-prefix-1", fingerprint=fingerprint(model),
                                tokens=prefix.tokens, layers=layers))
@@ -66,8 +85,7 @@ def save_prefix(path, model, prefix):
 def load_prefix(path, model):
     """Reads a Prefix as plain data, left on disk until it is copied. Raises ModelError if it is no
     whole file of this kind, or was made by other weights, another configuration or another dtype."""
-    if model.config.full_sequence:
-        raise ModelError("a full-sequence model has no prefix cache: give it the prompt itself")
+    need_cache(model)
     if not os.path.isfile(path):
         raise ModelError(f"there is no saved cache at {path}; make one with --save_cache={path}")
     try:

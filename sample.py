@@ -13,25 +13,27 @@ import codecs
 import dataclasses
 import functools
 import os
+import shutil
 import sys
 import time
 
 import torch
+from tqdm import tqdm
 
 import ops
 from checkpoint import load_model
-from configurator import ConfigError, configure
+from configurator import ConfigError, check, configure, script
 from data import DataError, get_tokenizer
 from fold import prepare_for_inference
 from model import BlockDiffusionLM, ModelError, config_from_file
-from prefix import copy_row, load_prefix, read_prefix, save_prefix
+from prefix import check_path, copy_row, load_prefix, need_cache, read_prefix, save_prefix
 
 # ---------------------------------------------------------------------------------------------
 # Settings
 out_dir = "out"                         # where train.py wrote ckpt.pt
-checkpoint = ""                         # another checkpoint file
+checkpoint = ""                         # another checkpoint file, or a folder with a ckpt.pt
 init = ""                               # "random": untrained weights of model_config
-model_config = ""                       # a file of config/, for --init=random
+model_config = ""                       # a file of config/ or its name, for --init=random
 prompt = ""                             # text to continue; empty: a new document
 prompt_file = ""                        # or a UTF-8 file that holds it
 save_cache = ""                         # keep the prompt here as the model has read it
@@ -54,6 +56,18 @@ compile = True                          # torch.compile the layers; on CUDA only
 engine = "auto"                         # auto, simple, fused or graphs: see generate
 # ---------------------------------------------------------------------------------------------
 
+ORDERS = ("random", "confidence", "threshold", "first_hitting")
+ENGINES = ("auto", "simple", "fused", "graphs")
+
+
+def check_decoder(settings):
+    """Raises ConfigError for the first of a Sampler's settings, a dict, that makes no sense."""
+    check(settings, least=dict(tokens_per_step=1, threshold=0, temperature=0, top_k=0), above=dict(top_p=0),
+          choices=dict(order=ORDERS))
+    for name in ("threshold", "top_p"):
+        if settings[name] > 1:
+            raise ConfigError(f"{name} is {settings[name]}; it is at most 1")
+
 
 @dataclasses.dataclass
 class Sampler:
@@ -72,15 +86,11 @@ class Sampler:
     mask_id: int = None
 
     def __post_init__(self):
-        if self.order not in ("random", "confidence", "threshold", "first_hitting"):
-            raise ConfigError(f"order '{self.order}' is not one of random, confidence, threshold, "
-                              f"first_hitting")
+        check_decoder(vars(self))
+        if not self.generators:
+            raise ConfigError("there are no generators; give one for each row")
         if self.order == "first_hitting":
             self.tokens_per_step = 1
-        if (not self.generators or self.tokens_per_step < 1 or min(self.temperature, self.top_k) < 0
-                or not 0 < self.top_p <= 1):
-            raise ConfigError("there must be at least one sample, tokens_per_step at least 1, temperature "
-                              "and top_k at least 0, and top_p in (0, 1]")
 
     def draw(self, kind, *shape, device):
         """(b, *shape) fp64, uniform or exponential variates by kind; row i from generators[i]."""
@@ -315,17 +325,18 @@ class Generation:
 
 @torch.no_grad()
 def generate(model, prompts, length, sampler, stop_token=None, on_block=None, on_step=None,
-             engine="auto", prefix=None):
+             engine="auto", prefix=None, on_read=None):
     """
     Continues every prompt by `length` tokens.
 
     prompts: list of 1-D int64 tensors, possibly of different lengths; sampler: Sampler with one
     generator per prompt; stop_token: end a row after it. on_block(row, tokens) is called with the
-    new tokens of a row after each block, on_step(xt) after each denoising step. engine: "simple",
-    "fused" (BlockDecoder), "graphs" (the same in CUDA graphs), or "auto": see `make_decoder`. prefix:
-    a Prefix that comes before every prompt, which may then be empty; rows begin with its tokens. A
-    prompt's last, incomplete block starts out as the known part of the active block. Raises ModelError
-    when the result would not fit the rotary capacity, ConfigError for an engine that cannot run.
+    new tokens of a row after each block, on_step(xt) after each denoising step, on_read(n) whenever
+    n more tokens of a prompt have been read. engine: "simple", "fused" (BlockDecoder), "graphs"
+    (the same in CUDA graphs), or "auto": see `make_decoder`. prefix: a Prefix that comes before
+    every prompt, which may then be empty; rows begin with its tokens. A prompt's last, incomplete
+    block starts out as the known part of the active block. Raises ModelError when the result would
+    not fit the rotary capacity, ConfigError for an engine that cannot run.
     """
     c, device = model.config, model.embed.weight.device
     if prefix is not None:
@@ -334,7 +345,7 @@ def generate(model, prompts, length, sampler, stop_token=None, on_block=None, on
     l, starts, n_blocks = plan(c, prompts, length)
     cache = model.new_cache(len(prompts), max(starts) + (n_blocks - 1) * l, l)
     decoder = make_decoder(engine, model, cache, sampler, l)
-    rows = read_prompts(model, cache, prompts, starts, prefix)
+    rows = read_prompts(model, cache, prompts, starts, prefix, on_read)
     active = torch.full((len(rows), l), c.mask_id, device=device)
     for i, (prompt, start) in enumerate(zip(prompts, starts)):
         active[i, :len(prompt) - start] = prompt[start:]
@@ -391,11 +402,11 @@ def plan(config, prompts, length):
     end = max(max(starts) + n_blocks * l, *totals)
     if end > config.rope_capacity:
         raise ModelError(f"prompt and length make {end} tokens in whole blocks, beyond the rotary "
-                         f"capacity of {config.rope_capacity}; ask for a shorter length")
+                         f"capacity of {config.rope_capacity}; ask for a shorter length or prompt")
     return l, starts, n_blocks
 
 
-def read_prompts(model, cache, prompts, starts, prefix):
+def read_prompts(model, cache, prompts, starts, prefix, on_read=None):
     """Prefills every row up to its start, what `prefix` or an equal prompt has been read for by
     copying. Returns the tokens that the rows hold."""
     rows = []
@@ -407,7 +418,7 @@ def read_prompts(model, cache, prompts, starts, prefix):
         if known is not None:
             copy_row(known, mine)
         rows.append(prompt[:start].to(cache.lengths.device))
-        model.prefill(rows[i][None, int(mine.lengths):], mine)
+        model.prefill(rows[i][None, int(mine.lengths):], mine, on_chunk=on_read)
     return rows
 
 
@@ -417,8 +428,7 @@ def make_decoder(wanted, model, cache, sampler, block_len):
     on a GPU without what graphs need, the same steps run without them and the reason is printed once.
     A demand for graphs is then a ConfigError. Every engine serves every decoder and every request.
     """
-    if wanted not in ("auto", "simple", "fused", "graphs"):
-        raise ConfigError(f"engine '{wanted}' is not one of auto, simple, fused, graphs")
+    check(dict(engine=wanted), choices=dict(engine=ENGINES))
     if wanted == "simple" or (wanted == "auto" and not model.embed.weight.is_cuda):
         return None
     why, states = why_no_graphs(model, sampler), [g.get_state() for g in sampler.generators]
@@ -426,26 +436,26 @@ def make_decoder(wanted, model, cache, sampler, block_len):
         try:
             return BlockDecoder(model, cache, sampler, block_len, True)
         except RuntimeError as error:
-            why = f"one could not be recorded: {str(error).splitlines()[0]}"
+            why = f"no CUDA graphs: one could not be recorded: {str(error).splitlines()[0]}"
             cache.clear()                               # generators in a broken recording are lost
             sampler.generators = [torch.Generator(g.device) for g in sampler.generators]
             for g, state in zip(sampler.generators, states):
                 g.set_state(state)
     if wanted == "graphs":
-        raise ConfigError(f"no CUDA graphs: {why}")
+        raise ConfigError(why)
     if wanted == "auto":
-        say_once(f"no CUDA graphs: {why}")
+        say_once(why)
     return BlockDecoder(model, cache, sampler, block_len, False)
 
 
 def why_no_graphs(model, sampler):
-    """What stands in the way of CUDA graphs; empty if nothing does."""
+    """Says what stands in the way of CUDA graphs; empty if nothing does."""
     if not model.embed.weight.is_cuda:
-        return "the model is on the CPU"
+        return "no CUDA graphs: the model is on the CPU; choose another engine"
     if any(g.device.type != "cuda" for g in sampler.generators):
-        return "the generators are on the CPU"
+        return "no CUDA graphs: the generators are on the CPU; make them on the model's device"
     if ops.KERNELS["cached"] != "triton" and not model.config.full_sequence:
-        return "they need the Triton kernels (--kernels=auto, pip install triton)"
+        return "no CUDA graphs: they need the Triton kernels (--kernels=auto, pip install triton)"
     return ""
 
 
@@ -456,6 +466,17 @@ def say_once(text):
 
 # ---------------------------------------------------------------------------------------------
 # The script
+
+BAR_DELAY = 2                           # seconds for which no bar is shown
+
+def check_settings():
+    """Raises for whatever can be seen to be wrong before a model is loaded and a prompt is read."""
+    check(globals(), least=dict(length=1, num_samples=1, seed=0), below=dict(seed=2 ** 63),
+          choices=dict(dtype=("auto", "float32", "bfloat16"), engine=ENGINES))
+    check_decoder(dict(globals(), tokens_per_step=tokens_per_step or 1))
+    if save_cache:
+        check_path(save_cache)
+
 
 def open_model(device):
     """The model that the settings name, and its tokenizer."""
@@ -471,6 +492,7 @@ def open_model(device):
     if init:
         raise ConfigError(f"init is '{init}'; it is empty or 'random'")
     path = checkpoint or os.path.join(out_dir, "ckpt.pt")
+    path = os.path.join(path, "ckpt.pt") if os.path.isdir(path) else path
     if not os.path.exists(path):
         raise ModelError(f"there is no checkpoint at {path}; make one with python train.py, or run "
                          f"--init=random --model_config=config/laptop.py")
@@ -478,91 +500,134 @@ def open_model(device):
     return model, get_tokenizer(record["tokenizer"])
 
 
-def read_prompt(tokenizer):
-    """The prompt's tokens: the text of --prompt or --prompt_file, or a document's start; none where
-    there is no such text but a cache to go on from."""
-    text = prompt
-    if prompt_file:
-        try:
-            with open(prompt_file, encoding="utf-8") as f:
-                text = f.read()
-        except OSError as error:
-            raise DataError(f"cannot read the prompt file {prompt_file}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise DataError(f"{prompt_file} is not UTF-8 (byte {error.start}); convert it, for example "
-                            f"with iconv") from error
+def read_text():
+    """The text of --prompt or --prompt_file, empty where there is none."""
+    if prompt and prompt_file:
+        raise ConfigError("prompt and prompt_file are both given; leave one out")
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError("the prompt is not UTF-8; pass it with --prompt_file") from error
-    empty = [] if load_cache else [tokenizer.eot_token]
-    return torch.tensor(tokenizer.encode_ordinary(text) or empty, dtype=torch.long)
+        if not prompt_file:
+            return prompt.encode().decode()
+        with open(prompt_file, encoding="utf-8") as f:
+            return f.read()
+    except UnicodeError as error:
+        raise DataError(f"{prompt_file or 'the prompt'} is not UTF-8 (byte {error.start}); convert it, for "
+                        f"example with iconv") from error
 
 
 class Printer:
-    """Shows generated text as it comes, with a progress line on a terminal's stderr."""
+    """
+    Shows the prompt, after a bar while a long one is read, and the generated text as it comes. Under the
+    text, on a terminal's stderr, stand its progress and with --watch the active block.
+    """
 
-    def __init__(self, tokenizer, total, mask_id):
-        self.tokenizer, self.total, self.mask_id = tokenizer, total, mask_id
-        self.started, self.made = time.time(), 0
+    def __init__(self, tokenizer, prompt, unread, known, total, mask_id):
+        """prompt: its text; unread: how many of its tokens will be read into the cache; known: how many
+        tokens of the first active blocks are the prompt's; total: tokens to be generated."""
+        self.tokenizer, self.prompt, self.mask_id = tokenizer, prompt, mask_id
+        self.unread, self.known, self.total, self.made = unread, known, total, 0
+        self.started = self.shown = time.time()
         self.live = sys.stderr.isatty()
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self.bar = tqdm(desc="reading the prompt", total=unread, unit=" tokens", unit_scale=True, leave=False,
+                        file=sys.stderr, delay=BAR_DELAY, mininterval=0.2 if self.live else 10, miniters=1)
+
+    def read(self, count):
+        """`count` more tokens of the prompt have been read. When all are, shows the prompt."""
+        self.bar.update(count)
+        self.unread -= count
+        if not self.unread:
+            self.bar.close()
+            print(self.prompt, end="", flush=True)
+            self.started = time.time()
 
     def text(self, tokens):
         return self.tokenizer.decode_bytes(tokens.tolist())
 
     def block(self, row, tokens):
-        self.made += len(tokens)
+        self.made, self.known = self.made + len(tokens), 0
         if row == 0:
             self.clear()
             print(self.utf8.decode(self.text(tokens)), end="", flush=True)
-        seconds = time.time() - self.started
-        if self.live:
-            eta = seconds * (self.total / max(self.made, 1) - 1)
-            print(f"\n[{self.made}/{self.total} tokens, {self.made / seconds:.1f} tokens/s, "
-                  f"ETA {eta:.0f} s]\x1b[A\r", end="", file=sys.stderr, flush=True)
+        self.below(self.progress(self.made))
 
     def step(self, xt):
-        """--watch: the active block with its masks, redrawn in place."""
+        """After a denoising step: how far it is, and with --watch the block with its masks."""
+        if not watch and time.time() - self.shown < 0.2:        # counting waits for the device
+            return
+        self.shown = time.time()
+        done = min(self.made + int((xt != self.mask_id).sum()) - self.known, self.total)
+        if not watch:
+            return self.below(self.progress(done))
         cells = ["\u2591" if token == self.mask_id else
                  self.text(torch.tensor([token])).decode("utf-8", "replace") for token in xt[0].tolist()]
         line = "".join(cells).replace("\n", "\u23ce").replace("\t", " ")
-        end = "\r" if self.live else "\n"
-        print(f"\x1b[2K{line}" if self.live else line, end=end, file=sys.stderr, flush=True)
-        time.sleep(0.02 if self.live else 0)
+        if not self.live:
+            return print(line, file=sys.stderr, flush=True)
+        self.below(line, self.progress(done))
+        time.sleep(0.02)
+
+    def progress(self, done):
+        seconds = max(time.time() - self.started, 1e-6)
+        return (f"[{done}/{self.total} tokens, {done / seconds:.1f} tokens/s, "
+                f"ETA {seconds * (self.total / max(done, 1) - 1):.0f} s]")
+
+    def below(self, *lines):
+        """Writes under the text on a terminal, which scrolls where there is no room, and puts the cursor
+        back behind the text."""
+        if not self.live:
+            return
+        width, height = shutil.get_terminal_size()
+        text = "".join(line.ljust(-(-len(line) // width) * width) for line in lines)
+        text = text[:width * max(height - 2, 1)]
+        rows = -(-len(text) // width)
+        print("\x1bD" * rows + f"\x1b[{rows}A\x1b7\x1b[B\r\x1b[J{text.rstrip()}\x1b8", end="",
+              file=sys.stderr, flush=True)
 
     def clear(self):
+        """Leaves nothing but the text."""
+        self.bar.close()
         if self.live:
             print("\x1b[J", end="", file=sys.stderr, flush=True)
 
 
 def main():
     from train import pick_device
-    dev = pick_device(device)
+    check_settings()
+    text, dev = read_text(), pick_device(device)
+    chosen = ops.select_kernels(kernels, dev)
     model, tokenizer = open_model(dev)
+    n_params, c = model.n_params, model.config
     low = dtype == "bfloat16" or (dtype == "auto" and dev == "cuda")
-    chosen, n_params = ops.select_kernels(kernels, dev), model.n_params
     prepare_for_inference(model, torch.bfloat16 if low else torch.float32)
     if compile and dev == "cuda":
         model.compile_layers("denoise", "commit_and_denoise")
-    c = model.config
-    tokens, prefix = read_prompt(tokenizer), load_prefix(load_cache, model) if load_cache else None
+    prefix = load_prefix(load_cache, model) if load_cache else None
+    start = [] if prefix else [tokenizer.eot_token]     # of a new document
+    tokens = torch.tensor(tokenizer.encode_ordinary(text) or start, dtype=torch.long)
     whole = torch.cat([prefix.tokens, tokens]) if prefix else tokens
-    if save_cache:
-        prefix, tokens = read_prefix(model, tokens, prefix), tokens[:0]
-        save_prefix(save_cache, model, prefix)
+    _, (start, *_), _ = plan(c, [whole] * num_samples, length)
     block = len(whole) + length if c.full_sequence else c.block_len
-    p = tokens_per_step or max(block // 16, 1)
     generators = [torch.Generator(dev).manual_seed(seed + i) for i in range(num_samples)]
-    sampler = Sampler(generators, order, p, threshold, temperature, top_k, top_p, c.mask_id)
+    sampler = Sampler(generators, order, tokens_per_step or max(block // 16, 1), threshold, temperature,
+                      top_k, top_p, c.mask_id)
+    if save_cache:
+        need_cache(model)
+    if engine == "graphs" and (why := why_no_graphs(model, sampler)):
+        raise ConfigError(why)
     print(f"{n_params:,} parameters on {dev}, {chosen}, order {order}, "
           f"{sampler.tokens_per_step} tokens a step, seed {seed}", file=sys.stderr)
-    printer = Printer(tokenizer, length * num_samples, c.mask_id)
-    print(tokenizer.decode(whole[whole != tokenizer.eot_token].tolist()), end="", flush=True)
+    shown = tokenizer.decode(whole[whole != tokenizer.eot_token].tolist())
+    printer = Printer(tokenizer, shown, start - (prefix.cache.max_len if prefix else 0),
+                      (len(whole) - start) * num_samples, length * num_samples, c.mask_id)
     try:
+        printer.read(0)
+        if save_cache:
+            prefix, tokens = read_prefix(model, tokens, prefix, printer.read), tokens[:0]
+            save_prefix(save_cache, model, prefix)
         out = generate(model, [tokens] * num_samples, length, sampler,
-                       tokenizer.eot_token if stop_at_eot else None,
-                       printer.block, printer.step if watch else None, engine, prefix)
+                       tokenizer.eot_token if stop_at_eot else None, printer.block,
+                       printer.step if watch or (printer.live and c.full_sequence) else None, engine, prefix,
+                       printer.read)
     except KeyboardInterrupt:
         printer.clear()
         print(f"\nstopped after {printer.made} tokens", file=sys.stderr)
@@ -570,7 +635,7 @@ def main():
     printer.clear()
     print()
     for i, row in enumerate(out.tokens[1:], 2):
-        print(f"\n--- sample {i} ---\n{tokenizer.decode(row.tolist())}")
+        print(f"\n--- sample {i} ---\n{shown}{tokenizer.decode(row[len(whole):].tolist())}")
     made = sum(len(row) for row in out.tokens) - len(whole) * num_samples
     print(f"{made} tokens in {out.seconds:.2f} s: {made / out.seconds:.1f} tokens/s, "
           f"{out.forward_passes} forward passes, cache {out.cache_bytes / 2**20:.2f} MiB",
@@ -578,8 +643,7 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
+    with script("sample.py", DataError, ModelError, ops.KernelError):
+        sys.stdout.reconfigure(errors="replace")        # of what a terminal's encoding lacks
         configure(globals())
         main()
-    except (ConfigError, DataError, ModelError, ops.KernelError) as error:
-        sys.exit(f"sample.py: {error}")

@@ -3,12 +3,15 @@ import dataclasses
 import glob
 import math
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
 import model as model_module
 from checkpoint import load_model, save_checkpoint
+from configurator import ConfigError
 from conftest import ARCHITECTURES, BLOCK_MODELS, make_batch, make_model
 from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file
 from sample import prepare_for_inference
@@ -40,6 +43,24 @@ def test_every_config_file_describes_a_model():
         assert isinstance(config_from_file(path), ModelConfig)
 
 
+def test_a_config_file_may_be_named_without_its_folder_and_its_types_are_checked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert config_from_file("laptop") == config_from_file(os.path.join(ROOT, "config", "laptop.py"))
+    with pytest.raises(ConfigError, match="config file lptop does not exist; name one of config"):
+        config_from_file("lptop")
+    (tmp_path / "mine.py").write_text("d_model = 'wide'")
+    with pytest.raises(ConfigError, match="mine.py: d_model takes a whole number"):
+        config_from_file("mine.py")
+
+
+@pytest.mark.parametrize("word, code, out, err", [
+    ("--help", 0, "Block-diffusion language models", ""), ("nope", 1, "", "model.py: there are no settings here")])
+def test_the_table_of_models_takes_no_arguments(word, code, out, err):
+    process = subprocess.run([sys.executable, "model.py", word], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == code and process.stdout.startswith(out) and process.stderr.startswith(err)
+    assert "parameters  " not in process.stdout and "Traceback" not in process.stderr
+
+
 @all_models
 @both_times
 def test_cached_logits_equal_all_block_logits_for_every_block(name, time_conditioning):
@@ -61,7 +82,9 @@ def test_a_prefix_read_in_chunks_leaves_the_same_cache(name, chunk_tokens):
     model = make_model(name)
     x0, xt, t = make_batch(model)
     cache = model.new_cache(3, 32)
-    model.prefill(x0[:, :24], cache, chunk_tokens)
+    read = []
+    model.prefill(x0[:, :24], cache, chunk_tokens, read.append)
+    assert sum(read) == 24 and len(read) == (1 if chunk_tokens == 4096 else 3)
     torch.testing.assert_close(model.denoise(xt[:, 24:], cache, t[:, 3]),
                                model.all_block_logits(x0, xt, t)[:, 24:])
 
@@ -247,11 +270,16 @@ def test_sequences_and_blocks_of_the_wrong_length_are_refused_in_a_sentence():
         ModelConfig(seq_len=100, block_len=16)
     with pytest.raises(ModelError, match="rotary capacity"):
         ModelConfig(seq_len=2 ** 19, block_len=256)
+    for name in ("vocab_size", "seq_len", "block_len", "attn_every", "n_layer", "n_head", "d_model", "d_state",
+                 "mamba_head_dim", "mamba_expand", "conv_width", "chunk_len", "rope_theta", "rope_capacity"):
+        for value in (0, -96):
+            with pytest.raises(ModelError, match=f"^{name} is {value}; it must be above 0$"):
+                ModelConfig(**{name: value})
     model = make_model("mamba_h")
     cache = model.new_cache(1, 16)
     with pytest.raises(ModelError, match="trained with blocks of 8"):
         model.denoise(torch.zeros(1, 4, dtype=torch.long), cache, torch.ones(1))
-    with pytest.raises(ModelError, match="whole blocks"):
+    with pytest.raises(ModelError, match="12 tokens are not whole blocks; give the model a multiple of .* 8$"):
         model.prefill(torch.zeros(1, 12, dtype=torch.long), cache)
     with pytest.raises(ModelError, match="cannot take"):
         model.prefill(torch.zeros(1, 24, dtype=torch.long), cache)

@@ -1,4 +1,5 @@
 """Generation: the cached engine against the oracle without a cache, decoders, prompts, limits."""
+import io
 import os
 import subprocess
 import sys
@@ -10,9 +11,10 @@ import fold
 import ops
 import sample
 from conftest import ARCHITECTURES, BLOCK_MODELS, make_model
-from model import ModelError
+from model import BlockDiffusionLM, ModelError, config_from_file
 from checkpoint import save_checkpoint
 from configurator import ConfigError
+from data import DataError, get_tokenizer
 from sample import (Sampler, cut, decode_block, generate, load_prefix, prepare_for_inference, read_prefix,
                     save_prefix)
 
@@ -140,7 +142,7 @@ def test_where_graphs_cannot_be_had_the_same_steps_run_without_them_and_say_so_o
     def run(engine="auto"):
         return generate(model, prompts_of(3, 12), 16, make_sampler(model, 2), engine=engine).tokens
     want = run()
-    for engine, message in (("graphs", "the model is on the CPU"), ("sideways", "is not one of")):
+    for engine, message in (("graphs", "the model is on the CPU"), ("sideways", "it is one of")):
         with pytest.raises(ConfigError, match=message):
             run(engine)
     def broken(decoder):
@@ -169,7 +171,7 @@ def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_token_for_
     prefix = load_prefix(path, model)
     assert torch.equal(prefix.tokens, prompt[:prompt_length])
     prefill, read = model.prefill, []
-    model.prefill = lambda x0, cache: (read.append(x0.size(1)), prefill(x0, cache))
+    model.prefill = lambda x0, cache, **how: (read.append(x0.size(1)), prefill(x0, cache, **how))
     for engine in ("simple", "fused"):
         out = generate(model, [prompt[prompt_length:]] * 2, 21, make_sampler(model, 2), prefix=prefix, engine=engine)
         assert all(torch.equal(a, b) for a, b in zip(out.tokens, want))
@@ -201,7 +203,7 @@ def test_norms_before_a_product_may_come_after_it():
 def test_equal_prompts_are_read_once():
     model, read = make_model("mamba_h", torch.float32), []
     prefill = model.prefill
-    model.prefill = lambda x0, cache: (read.append(x0.size(1)), prefill(x0, cache))
+    model.prefill = lambda x0, cache, **how: (read.append(x0.size(1)), prefill(x0, cache, **how))
     a, b = prompts_of(19, 19)
     generate(model, [a, b, a, a], 1, make_sampler(model, 4))
     assert read == [16, 16, 0, 0]
@@ -322,7 +324,126 @@ def test_bad_requests_are_refused_before_any_work():
         generate(model, prompts_of(7, 16), 262_128, make_sampler(model, 2))
     with pytest.raises(ModelError, match="at least 1"):
         generate(model, prompts_of(4), 0, make_sampler(model))
-    with pytest.raises(ConfigError, match="not one of"):
-        make_sampler(model, order="sideways")
-    with pytest.raises(ConfigError, match="top_p"):
-        make_sampler(model, top_p=0.0)
+    for name, value in dict(order="sideways", top_p=0.0, threshold=1.5, temperature=-1.0, top_k=-1).items():
+        with pytest.raises(ConfigError, match=f"^{name} is '?{value}'?; it is "):
+            make_sampler(model, **{name: value})
+    with pytest.raises(ConfigError, match="no generators"):
+        Sampler([], mask_id=22)
+
+
+# -- the script --
+
+def run(monkeypatch, **settings):
+    """The script in this process, of a small untrained model."""
+    settings = {**dict(init="random", model_config="laptop", device="cpu", length=20, tokens_per_step=8), **settings}
+    for name, value in settings.items():
+        monkeypatch.setattr(sample, name, value)
+    monkeypatch.setattr(ops, "KERNELS", dict(ops.KERNELS))
+    sample.main()
+
+
+@pytest.mark.parametrize("settings, message", [
+    (dict(length=0), "length is 0; "), (dict(num_samples=0), "num_samples is 0; "), (dict(seed=10 ** 23), "seed is 1"),
+    (dict(order="rnd"), "order is 'rnd'; "), (dict(dtype="fp16"), "dtype is 'fp16'; "), (dict(engine="x"), "engine is"),
+    (dict(threshold=-1.0), "threshold is -1.0; "), (dict(threshold=5.0), "threshold is 5.0; it is at most 1"),
+    (dict(tokens_per_step=-1), "tokens_per_step is -1; "), (dict(prompt="hi", prompt_file="f"), "leave one out"),
+    (dict(save_cache="{here}"), "is a folder; name a file"), (dict(save_cache="{here}/file/cache"), "file"),
+    (dict(prompt_file="{here}/nope"), "nope"), (dict(prompt_file="{here}/latin"), "latin is not UTF-8")])
+def test_settings_are_checked_before_a_model_is_loaded(monkeypatch, tmp_path, settings, message):
+    (tmp_path / "file").write_text("as it was")
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    monkeypatch.setattr(sample, "open_model", lambda *_: pytest.fail("a model was loaded"))
+    settings = {k: v.format(here=tmp_path) if isinstance(v, str) else v for k, v in settings.items()}
+    with pytest.raises((ConfigError, ModelError, DataError, OSError), match=message):
+        run(monkeypatch, **settings)
+    assert sorted(os.listdir(tmp_path)) == ["file", "latin"] and (tmp_path / "file").read_text() == "as it was"
+
+
+@pytest.mark.parametrize("settings, message", [
+    (dict(prompt="a" * 300_000), "rotary capacity"), (dict(engine="graphs", save_cache="{here}/cache"), "CPU"),
+    (dict(model_config="{here}/full.py", save_cache="{here}/cache"), "no prefix cache")])
+def test_requests_are_checked_before_a_prompt_is_read_or_shown(monkeypatch, tmp_path, capsys, settings, message):
+    (tmp_path / "full.py").write_text(FULL)
+    monkeypatch.setattr(BlockDiffusionLM, "prefill", lambda *_, **__: pytest.fail("the prompt was read"))
+    settings = {k: v.format(here=tmp_path) if isinstance(v, str) else v for k, v in settings.items()}
+    with pytest.raises((ConfigError, ModelError), match=message):
+        run(monkeypatch, **{**dict(prompt="a prompt of some length"), **settings})
+    assert capsys.readouterr().out == "" and os.listdir(tmp_path) == ["full.py"]
+
+
+FULL = "vocab_size, seq_len, block_len, n_layer, n_head, d_model, attn_every = 258, 64, 64, 1, 2, 32, 1"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_reading_a_long_prompt_shows_a_bar_and_can_be_stopped(monkeypatch, tmp_path, capsys, save):
+    monkeypatch.setattr(sample, "BAR_DELAY", 0)
+    settings = dict(prompt="a" * 9000, save_cache=str(tmp_path / "cache") if save else "")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    run(monkeypatch, **settings)
+    seen = sys.stderr.getvalue()
+    assert "reading the prompt" in seen and "8.19k/8.99k [00:" in seen
+    assert capsys.readouterr().out.startswith("a" * 9000)
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(BlockDiffusionLM, "prefill", stop)
+    with pytest.raises(SystemExit, match="130"):
+        run(monkeypatch, **settings)
+    assert sys.stderr.getvalue().endswith("stopped after 0 tokens\n")
+
+
+def test_what_has_been_read_of_prompts_is_told_without_what_is_copied():
+    model, read = make_model("mamba_h", torch.float32), []
+    prompt, = prompts_of(27)
+    prefix = read_prefix(model, prompt[:11], on_chunk=read.append)
+    generate(model, [prompt[11:]] * 2, 1, make_sampler(model, 2), prefix=prefix, on_read=read.append)
+    assert read == [8, 16]
+
+
+def test_one_long_block_shows_its_progress_by_steps(monkeypatch, tmp_path):
+    (tmp_path / "full.py").write_text(FULL)
+    ticks = iter(range(10 ** 6))
+    monkeypatch.setattr(sample.time, "time", lambda: next(ticks))
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    run(monkeypatch, model_config=str(tmp_path / "full.py"), prompt="four", tokens_per_step=5)
+    seen = sys.stderr.getvalue()
+    assert all(f"[{n}/20 tokens, " in seen for n in (5, 10, 15, 20)) and "ETA" in seen
+
+
+@pytest.mark.parametrize("watching", [False, True])
+def test_what_is_drawn_under_the_text_on_a_terminal_leaves_the_text_alone(monkeypatch, capsys, watching):
+    """The cursor goes down, and back to where it was, and nothing is erased at or before that place."""
+    monkeypatch.setattr(sample, "watch", watching)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    printer = sample.Printer(get_tokenizer("bytes"), "", 0, 0, 8, 257)
+    printer.step(torch.tensor([[97, 257]]))
+    printer.block(0, torch.tensor([97, 98]))
+    printer.clear()
+    drawn = sys.stderr.getvalue()
+    assert drawn.count("\x1b7\x1b[B\r\x1b[J") == drawn.count("\x1b8") == 1 + watching
+    assert ("a\u2591" in drawn) == watching and "[2/8 tokens" in drawn
+    assert drawn.endswith("\x1b8\x1b[J") and capsys.readouterr().out == "ab"
+
+
+def test_a_folder_with_a_checkpoint_is_a_checkpoint(monkeypatch, tmp_path, capsys):
+    save_checkpoint(str(tmp_path / "ckpt.pt"), BlockDiffusionLM(config_from_file("laptop")), tokenizer="bytes",
+                    step=0, settings={})
+    run(monkeypatch, init="", checkpoint=str(tmp_path), prompt="some")
+    assert capsys.readouterr().out.startswith("some")
+    with pytest.raises(ModelError, match="no checkpoint at .*/empty/ckpt.pt; make one"):
+        (tmp_path / "empty").mkdir()
+        run(monkeypatch, init="", checkpoint=str(tmp_path / "empty"))
+
+
+def test_all_samples_begin_alike_on_any_terminal():
+    process = subprocess.run(
+        [sys.executable, "sample.py", "--init=random", "--model_config=laptop", "--device=cpu", "--length=20",
+         "--num_samples=2", "--tokens_per_step=8"], cwd=ROOT, capture_output=True, timeout=60,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert process.returncode == 0, process.stderr
+    assert b"--- sample 2 ---\n" in process.stdout and b"<|endoftext|>" not in process.stdout
+    assert b"?" in process.stdout                       # an untrained model writes what ASCII lacks
