@@ -309,8 +309,8 @@ def test_scripts_answer_bad_input_with_one_sentence_and_a_non_zero_exit(corpus, 
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     run(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}/out"])
     cases = [("train.py", ["--learning_rat=1"], "did you mean learning_rate"),
-             ("train.py", ["--seq_len=100"], "whole blocks"),
-             ("train.py", [f"--data={tmp_path}/none"], "none"),
+             ("train.py", [f"--out_dir={tmp_path}/new", "--seq_len=100"], "whole blocks"),
+             ("train.py", [f"--out_dir={tmp_path}/new", f"--data={tmp_path}/none"], "none"),
              ("sample.py", [f"--out_dir={tmp_path}/none"], "make one with python train.py"),
              ("sample.py", [f"--out_dir={tmp_path}/out", f"--prompt_file={tmp_path}/latin.txt"], "not UTF-8"),
              ("sample.py", [f"--out_dir={tmp_path}/out", "--length=262144", "--prompt=a"], "rotary capacity")]
