@@ -27,7 +27,7 @@ import torch
 from tqdm import tqdm
 
 import ops
-from configurator import ConfigError, check, configure, script
+from configurator import ConfigError, check, check_file, configure, script
 from data import DataError
 from model import Attention, BlockDiffusionLM, ModelError, config_from_file
 from operations import OPERATIONS, update
@@ -142,16 +142,6 @@ def check_seq_len(c, s):
                           f"choose a multiple, such as {-(-s // c.block_len) * c.block_len}")
     if s > c.rope_capacity:
         raise ConfigError(f"seq_len is {s}; the model takes at most {c.rope_capacity}")
-
-
-def check_out(out):
-    """Makes the folder of a file that is written in the end, and raises ConfigError or OSError now
-    for what would else be noticed then. An empty name: there is no such file."""
-    folder = os.path.dirname(out) or "."
-    os.makedirs(folder, exist_ok=True)
-    writable = os.access(out if os.path.exists(out) else folder, os.W_OK)
-    if out and (os.path.isdir(out) or not writable):
-        raise ConfigError(f"out is {out}, which cannot be written; name another file")
 
 
 def write_out(out, text):
@@ -495,7 +485,7 @@ def check_settings():
         if not all(type(n) is int and n > 0 for n in globals()[name]):
             raise ConfigError(f"{name} is {globals()[name]}; it is whole numbers above 0, such as "
                               f"[1024,65536]")
-    check_out(out)
+    check_file("out", out)
 
 
 def main(words):

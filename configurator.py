@@ -162,6 +162,19 @@ def check(settings, least=None, above=None, below=None, choices=None):
             raise ConfigError(f"{name} is {settings[name]!r}; it is one of {', '.join(map(str, allowed))}")
 
 
+def check_file(name, path):
+    """Makes the folder of a file that a setting names and that will be written much later. Raises
+    ConfigError now if that cannot be; an empty path is no file. What is there stays as it is."""
+    folder = os.path.dirname(path) or "."
+    try:
+        os.makedirs(folder, exist_ok=True)
+        writable = not os.path.isdir(path) and os.access(path if os.path.exists(path) else folder, os.W_OK)
+    except OSError:
+        writable = False
+    if path and not writable:
+        raise ConfigError(f"{name} is {path}, which cannot be written; name another file")
+
+
 @contextlib.contextmanager
 def script(name, *errors):
     """

@@ -28,9 +28,9 @@ import torch.nn.functional as F
 
 import ops
 import sample
-from bench import check_out, check_seq_len, hardware, write_out
+from bench import check_seq_len, hardware, write_out
 from checkpoint import load_model
-from configurator import ConfigError, check, configure, script
+from configurator import ConfigError, check, check_file, configure, script
 from data import DataError, TokenData, get_tokenizer, load_questions, sha256, task_paths
 from model import PAPER_PARAMS, ModelError
 from prepare import need
@@ -566,7 +566,7 @@ def check_settings():
         raise ConfigError("a judge scores generated text; add --generate=N")
     if tasks and not mcqa:
         raise ConfigError("tasks are files of a question set; add --mcqa=FOLDER")
-    check_out(out)
+    check_file("out", out)
     if mcqa:
         task_paths(mcqa, tasks)
 

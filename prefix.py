@@ -62,18 +62,6 @@ def fingerprint(model):
     return digest.hexdigest()
 
 
-def check_path(path):
-    """Raises ModelError or OSError where no file can be written, to be asked before a long prompt is
-    read for it. Leaves a file of that name as it is."""
-    if os.path.isdir(path):
-        raise ModelError(f"{path} is a folder; name a file to save the cache in, such as "
-                         f"{os.path.join(path, 'cache')}")
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(f"{path}.tmp", "wb"):                     # the name that save_atomically writes first
-        pass
-    os.remove(f"{path}.tmp")
-
-
 def save_prefix(path, model, prefix):
     """Writes a Prefix, atomically. Raises ModelError where that fails, or the model has no cache."""
     need_cache(model)

@@ -22,11 +22,11 @@ from tqdm import tqdm
 
 import ops
 from checkpoint import load_model
-from configurator import ConfigError, check, configure, script
+from configurator import ConfigError, check, check_file, configure, script
 from data import DataError, get_tokenizer
 from fold import prepare_for_inference
 from model import BlockDiffusionLM, ModelError, config_from_file
-from prefix import check_path, copy_row, load_prefix, need_cache, read_prefix, save_prefix
+from prefix import copy_row, load_prefix, need_cache, read_prefix, save_prefix
 
 # ---------------------------------------------------------------------------------------------
 # Settings
@@ -436,26 +436,26 @@ def make_decoder(wanted, model, cache, sampler, block_len):
         try:
             return BlockDecoder(model, cache, sampler, block_len, True)
         except RuntimeError as error:
-            why = f"no CUDA graphs: one could not be recorded: {str(error).splitlines()[0]}"
+            why = f"one could not be recorded: {str(error).splitlines()[0]}"
             cache.clear()                               # generators in a broken recording are lost
             sampler.generators = [torch.Generator(g.device) for g in sampler.generators]
             for g, state in zip(sampler.generators, states):
                 g.set_state(state)
     if wanted == "graphs":
-        raise ConfigError(why)
+        raise ConfigError(f"no CUDA graphs: {why}")
     if wanted == "auto":
-        say_once(why)
+        say_once(f"no CUDA graphs: {why}")
     return BlockDecoder(model, cache, sampler, block_len, False)
 
 
 def why_no_graphs(model, sampler):
-    """Says what stands in the way of CUDA graphs; empty if nothing does."""
+    """What stands in the way of CUDA graphs; empty if nothing does."""
     if not model.embed.weight.is_cuda:
-        return "no CUDA graphs: the model is on the CPU; choose another engine"
+        return "the model is on the CPU; choose another engine"
     if any(g.device.type != "cuda" for g in sampler.generators):
-        return "no CUDA graphs: the generators are on the CPU; make them on the model's device"
+        return "the generators are on the CPU; make them on the model's device"
     if ops.KERNELS["cached"] != "triton" and not model.config.full_sequence:
-        return "no CUDA graphs: they need the Triton kernels (--kernels=auto, pip install triton)"
+        return "they need the Triton kernels (--kernels=auto, pip install triton)"
     return ""
 
 
@@ -474,8 +474,7 @@ def check_settings():
     check(globals(), least=dict(length=1, num_samples=1, seed=0), below=dict(seed=2 ** 63),
           choices=dict(dtype=("auto", "float32", "bfloat16"), engine=ENGINES))
     check_decoder(dict(globals(), tokens_per_step=tokens_per_step or 1))
-    if save_cache:
-        check_path(save_cache)
+    check_file("save_cache", save_cache)
 
 
 def open_model(device):
@@ -613,7 +612,7 @@ def main():
     if save_cache:
         need_cache(model)
     if engine == "graphs" and (why := why_no_graphs(model, sampler)):
-        raise ConfigError(why)
+        raise ConfigError(f"no CUDA graphs: {why}")
     print(f"{n_params:,} parameters on {dev}, {chosen}, order {order}, "
           f"{sampler.tokens_per_step} tokens a step, seed {seed}", file=sys.stderr)
     shown = tokenizer.decode(whole[whole != tokenizer.eot_token].tolist())

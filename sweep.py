@@ -28,7 +28,7 @@ import configurator
 import eval as evaluation
 import train
 from bench import MODELS, hardware
-from configurator import ConfigError, check, configure, settings_of
+from configurator import ConfigError, check, check_file, configure, settings_of
 from data import DataError, TokenData, prepare_stdlib
 from eval import print_table
 
@@ -400,9 +400,8 @@ def check_settings():
     if not all(isinstance(rate, (int, float)) and rate > 0 for rate in learning_rates):
         raise ConfigError(f"learning_rates is {learning_rates}; each is a number above 0")
     configure(settings_of(vars(evaluation)), [f"--{word}" for word in split(eval_settings)])
-    for path in filter(None, (table, figure)):
-        if os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK):
-            raise ConfigError(f"{path} cannot be written; name a file in a folder that exists and is yours")
+    check_file("table", table)
+    check_file("figure", figure)
 
 
 def train_and_evaluate():

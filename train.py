@@ -400,6 +400,7 @@ def step_of(line):
 # The script
 
 def check_settings():
+    """Raises ConfigError, before any file is opened, for settings that cannot work."""
     check(globals(), least=dict(
         batch_size=1, micro_batch_size=0, seq_len=1, max_iters=1, warmup_iters=0, min_lr=0, weight_decay=0,
         grad_clip=0, beta1=0, beta2=0, seed=0, eval_interval=1, eval_sequences=0, eval_samples=1,
@@ -456,8 +457,8 @@ def main():
             changed = [k for k, v in vars(config).items() if record["config"].get(k) != v]
             raise ModelError(f"{path} was trained with another {', '.join(changed)}; use the same "
                              f"settings, or another out_dir")
-        if changed := [k for k in ("seed", "batch_size", "data", "max_iters", "learning_rate", "warmup_iters",
-                                   "min_lr", "weight_decay", "beta1", "beta2", "grad_clip") if record["settings"][k] != s[k]]:
+        watched = "seed batch_size data max_iters learning_rate warmup_iters min_lr weight_decay beta1 beta2 grad_clip"
+        if changed := [k for k in watched.split() if record["settings"][k] != s[k]]:
             say(f"resuming with another {', '.join(changed)}: not the run that an uninterrupted one would be")
         model.load_state_dict(record["model"])
         for f in optimizer.flats:

@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 import ops  # noqa: E402
-from bench import check_out, hardware, named_config, write_out  # noqa: E402
-from configurator import check, configure, script  # noqa: E402
+from bench import hardware, named_config, write_out  # noqa: E402
+from configurator import check, check_file, configure, script  # noqa: E402
 from fold import prepare_for_inference  # noqa: E402
 from model import BlockDiffusionLM, ModelError  # noqa: E402
 from operations import update  # noqa: E402
@@ -85,7 +85,7 @@ def kernels_of(step, dev):
 
 def main():
     check(globals(), least=dict(micro_batch_size=1, top=0))
-    check_out(out)
+    check_file("out", out)
     dev, found = torch.device(pick_device("auto")), {}
     names = configs or ["mamba_h_350m" if dev.type == "cuda" else "laptop"]
     every = [named_config(name) for name in names]      # so that a wrong name costs no profile

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 import ops  # noqa: E402
-from bench import check_out, hardware, named_config, release, synchronize, write_out  # noqa: E402
-from configurator import ConfigError, check, configure, script  # noqa: E402
+from bench import hardware, named_config, release, synchronize, write_out  # noqa: E402
+from configurator import ConfigError, check, check_file, configure, script  # noqa: E402
 from model import BlockDiffusionLM, ModelError  # noqa: E402
 from train import Parallel, ShardedAdamW  # noqa: E402
 
@@ -114,7 +114,7 @@ def main():
     check(globals(), least=dict(micro_batch_size=1, iterations=1))
     for kind in only:
         check(dict(only=kind), choices=dict(only=[*kinds]))
-    check_out(out)
+    check_file("out", out)
     parallel = Parallel(device, 300)
     if parallel.world == 1:
         raise ConfigError("one process shards nothing: torchrun --nproc_per_node=2 assets/sharding.py")

@@ -170,7 +170,7 @@ def run_script(monkeypatch, script, *argv):
     ("bench.py", "train --only=laptop --seq_len=270336", "takes at most 262144"),
     ("bench.py", "train --only=laptop,nope", "config/ has no 'nope'; it has attention_350m, "),
     ("bench.py", "train --only=laptop --out={tmp}", "cannot be written; name another file"),
-    ("bench.py", "train --only=laptop --out={tmp}/file/x.json", "file: File exists; choose another path"),
+    ("bench.py", "train --only=laptop --out={tmp}/file/x.json", "cannot be written; name another file"),
     ("bench.py", "sample --lengths=0", "lengths is [0]; it is whole numbers above 0"),
     ("bench.py", "sample --lengths=64,-64", "it is whole numbers above 0"),
     ("bench.py", "sample --lengths=abc", "it is whole numbers above 0"),

@@ -1,7 +1,7 @@
 """Settings: files and flags, types, typos."""
 import pytest
 
-from configurator import ConfigError, check, configure, script, settings_of
+from configurator import ConfigError, check, check_file, configure, script, settings_of
 
 
 def space(**extra):
@@ -110,3 +110,13 @@ def test_what_is_no_config_file_is_refused(tmp_path, content):
         configure(space(), [str(tmp_path / "c.py")])
     (tmp_path / "bom.py").write_bytes(b"\xef\xbb\xbfmax_iters = 7")
     assert configure(space(), [str(tmp_path / "bom.py")])["max_iters"] == 7
+
+
+def test_whether_a_file_can_be_written_is_known_beforehand(tmp_path):
+    (tmp_path / "file").write_text("as it was")
+    for path in ("", str(tmp_path / "file"), str(tmp_path / "new" / "file")):
+        check_file("out", path)
+    assert (tmp_path / "file").read_text() == "as it was" and not (tmp_path / "new" / "file").exists()
+    for path in (tmp_path, tmp_path / "file" / "x"):
+        with pytest.raises(ConfigError, match="out is .*, which cannot be written; name another file"):
+            check_file("out", str(path))

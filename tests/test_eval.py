@@ -641,7 +641,7 @@ def bad(corpus, checkpoints, tmp_path):
     ("--checkpoint={good} --generate=2 --judge={tmp}/bytes.pt", "300 token ids"),
     ("--checkpoint={good} --judge={good}", "add --generate=N"),
     ("--checkpoint={good} --out={tmp}", "which cannot be written; name another file"),
-    ("--checkpoint={good} --out={tmp}/empty.pt/eval.json", "empty.pt: File exists; choose another path"),
+    ("--checkpoint={good} --out={tmp}/empty.pt/eval.json", "eval.json, which cannot be written; name another file"),
     ("--score=best", "one of pll, nelbo"), ("--mc=0", "mc is 0; it is at least 1"),
     ("--checkpoint=[]", "name a file with --checkpoint"), ("--generate=-1", "generate is -1"),
     ("--sequence=3", "did you mean sequences")])

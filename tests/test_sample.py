@@ -347,7 +347,7 @@ def run(monkeypatch, **settings):
     (dict(order="rnd"), "order is 'rnd'; "), (dict(dtype="fp16"), "dtype is 'fp16'; "), (dict(engine="x"), "engine is"),
     (dict(threshold=-1.0), "threshold is -1.0; "), (dict(threshold=5.0), "threshold is 5.0; it is at most 1"),
     (dict(tokens_per_step=-1), "tokens_per_step is -1; "), (dict(prompt="hi", prompt_file="f"), "leave one out"),
-    (dict(save_cache="{here}"), "is a folder; name a file"), (dict(save_cache="{here}/file/cache"), "file"),
+    (dict(save_cache="{here}"), "cannot be written"), (dict(save_cache="{here}/file/cache"), "cannot be written"),
     (dict(prompt_file="{here}/nope"), "nope"), (dict(prompt_file="{here}/latin"), "latin is not UTF-8")])
 def test_settings_are_checked_before_a_model_is_loaded(monkeypatch, tmp_path, settings, message):
     (tmp_path / "file").write_text("as it was")

@@ -93,7 +93,7 @@ def test_what_is_done_is_not_done_again_and_other_settings_are_refused(swept, co
 @pytest.mark.parametrize("argv, message", [
     (["--runs=['']"], "does not exist"), (["--runs=['a \"b']"], "cannot be split"), (["--runs_per_gpu=0"], "at least 1"),
     (["--learning_rates=abc"], "above 0"), (["--eval_settings=mcc=1"], "no setting 'mcc'"),
-    (["--table=/nonexistent/t.json"], "cannot be written"), (["--figure=/"], "cannot be written")])
+    (["--table=/dev/null/t.json"], "cannot be written"), (["--figure=/"], "cannot be written")])
 def test_what_cannot_work_is_refused_before_any_run(tmp_path, argv, message):
     with pytest.raises(ConfigError, match=message):
         run(f"--out_dir={tmp_path}/out", *argv)
