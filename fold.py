@@ -94,16 +94,25 @@ class MergedMamba:
         self.A = torch.stack([-torch.exp(m.A_log.to(exact)) for m in pair])    # (2, h)
         self.D = torch.stack([m.D for m in pair]).to(exact)
 
-    def __call__(self, u, conv, ssm):
-        """BiMamba.scan_both(u, conv, ssm), u (b, l, d), still in parts: see ops.join_parts."""
+    def __call__(self, u, conv, ssm, commit=False):
+        """BiMamba.scan_both(u, conv, ssm), or with commit BiMamba.commit_and_denoise(u, (conv, ssm), ...),
+        still in parts: see ops.join_parts."""
         h, di, n, inner = self.heads, self.d_inner, self.d_state, self.inner
         proj = F.linear(u, self.w_in)
         z, xBC = proj[..., :2 * inner].unflatten(-1, (2, inner)).split([di, inner - di], -1)
         dt = proj[..., 2 * inner:2 * (inner + h)].unflatten(-1, (2, h))        # (b, l, 2, h)
-        xBC = ops.causal_conv_both(xBC, self.conv_weight, self.conv_bias, conv)
+        before = conv
+        if commit:
+            after = ops.conv_boundaries(xBC[:len(u) // 2, :, 0], conv, None)[:, -1]
+            before = torch.cat([conv, after])
+            conv.copy_(after)
+        xBC = ops.causal_conv_both(xBC, self.conv_weight, self.conv_bias, before)
         x, B, C = xBC.split([di, n, n], -1)                                    # (b, l, 2, .)
         x, z = x.unflatten(-1, (h, -1)), z.unflatten(-1, (h, -1))
-        y, power = ops.ssd_scan_both(x, dt, self.dt_bias, self.A, B, C, self.D, ssm, z, self.chunk_len)
+        scan = ops.ssd_scan_pairs if commit else ops.ssd_scan_both
+        y, power, *after = scan(x, dt, self.dt_bias, self.A, B, C, self.D, ssm, z, self.chunk_len)
+        if commit:
+            ssm.copy_(*after)
         return linear_in_parts(y.flatten(2), self.w_out, ways=2), power
 
 
@@ -141,37 +150,28 @@ class InferenceLayer(torch.nn.Module):
             parts, bias = (mod[5] * (ops.join_parts(parts) + bias))[None], None
         return h, parts, bias
 
-    def mix_clean(self, u, state, lengths, rope, block_len):
-        """mixer.extend -> parts and power, see ops.join_parts"""
-        y = self.mixer.extend(u, state, lengths, rope, block_len)
-        return y if self.in_parts else y[None], None
-
-    def mix(self, u, state, lengths, rope):
-        """mixer.denoise, likewise; the merged scan does not cut rows"""
-        if self.merged is not None and u.size(1) <= ops.SCAN_ROW:
-            return self.merged(u, *state)
-        y = self.mixer.denoise(u, state, lengths, rope)
+    def mix(self, path, u, state, *where):
+        """The mixer's path of that name -> parts and power, see ops.join_parts. The merged mixer has no
+        `extend`, and does not cut rows."""
+        if self.merged is not None and path != "extend" and u.size(1) <= ops.SCAN_ROW:
+            return self.merged(u, *state, commit=path == "commit_and_denoise")
+        y = getattr(self.mixer, path)(u, state, *where)
         return y if self.in_parts else y[None], None
 
     def extend(self, stream, c, state, lengths, rope, block_len):
         mod = self.modulation(c)
         h, u = self.enter(stream, mod)
-        return self.leave(h, *self.mix_clean(u, state, lengths, rope, block_len), mod)
+        return self.leave(h, *self.mix("extend", u, state, lengths, rope, block_len), mod)
 
     def denoise(self, stream, c, state, lengths, rope):
         mod = self.modulation(c)
         h, u = self.enter(stream, mod)
-        return self.leave(h, *self.mix(u, state, lengths, rope), mod)
+        return self.leave(h, *self.mix("denoise", u, state, lengths, rope), mod)
 
-    def commit_and_denoise(self, stream, c_clean, c_noisy, state, lengths, ropes):
+    def commit_and_denoise(self, stream, c_clean, c_noisy, state, lengths, rope):
         mod = self.modulation_of_both(c_clean, c_noisy)
         h, u = self.enter(stream, mod)
-        b, l = len(h) // 2, h.size(1)
-        clean = self.mix_clean(u[:b], state, lengths, ropes[0], l)
-        noisy = self.mix(u[b:], state, lengths + l, ropes[1])
-        if self.merged is not None:                     # whose parts lack a norm
-            clean, noisy = ((ops.join_parts(*y)[None], None) for y in (clean, noisy))
-        return self.leave(h, torch.cat([clean[0], noisy[0]], 1), None, mod)
+        return self.leave(h, *self.mix("commit_and_denoise", u, state, lengths, rope), mod)
 
 
 def final_after(norm, adaln):

@@ -228,13 +228,14 @@ def forward_kernel(x, steps, B, C, D, s0, y, final, l, h,
 def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
                  sxr, sxl, sxw, sxh, sdr, sdl, sdw, sdh, sBr, sBl, sBw, sCr, sCl, sCw,
                  rows, ssb, ssr, ssh, szr, szl, szw, szh,
-                 n: tl.constexpr, p: tl.constexpr, q: tl.constexpr, ways: tl.constexpr):
+                 n: tl.constexpr, p: tl.constexpr, q: tl.constexpr, ways: tl.constexpr, rest: tl.constexpr):
     """The same y where there are few rows: a program for each tile of q tokens too, none of which
     waits for another. It is attention over the row up to the tile, with L_ij dt_j for a softmax:
         y_i = sum_{j<=i} L_ij (C_i.B_j) dt_j x_j + e^{a_i} C_i s0 + D x_i
     Of two ways, the second runs from the row's last token to the first, from zeros: its pointers
-    start at the end and its steps are negative. `final`, if wanted, has a program of its own. With z
-    y is gated, y silu(z), and `power` (r, l, ways, h) gets its mean square."""
+    start at the end and its steps are negative; or it is at `rest` and its y is zeros. `final`, if
+    wanted, has a program of its own. With z y is gated, y silu(z), and `power` (r, l, ways, h) gets its
+    mean square."""
     head, way = tl.program_id(0) % h, tl.program_id(0) // h % ways
     row = (tl.program_id(0) // (h * ways)).to(tl.int64)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # those with most to do start first
@@ -245,10 +246,16 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
     B += row * sBr + way * sBw + end * sBl
     C += row * sCr + way * sCw + end * sCl
     sxl, sdl, sBl, sCl = sxl * sign, sdl * sign, sBl * sign, sCl * sign
+    first, step, ok = place(tile, l, q)
+    out = ((row * l + end + sign * first) * ways + way) * h + head
+    if rest:
+        if way == 1:
+            store2(y + out * p, step, ok, sign * ways * h * p, kp, tl.zeros((q, p), tl.float32))
+            tl.store(power + out + step * (sign * ways * h), tl.zeros((q,), tl.float32), mask=ok)
+            return
     a_head, d_head = tl.load(A + way * h + head), tl.load(D + way * h + head)
     bias_head = tl.load(bias + way * h + head) if bias is not None else None
     if tile * q < l:
-        first, step, ok = place(tile, l, q)
         cq = load2(C, first, step, ok, sCl, kn)
         if z is not None:
             zq = load2(z + row * szr + way * szw + end * szl + head * szh, first, step, ok, szl * sign, kp)
@@ -269,7 +276,6 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
             yq = dot(scores.to(xk.dtype), xk, yq)
         s = first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n, way == 0)
         yq += dot(cq, s.to(cq.dtype)) * tl.exp2(a + before)[:, None]
-        out = ((row * l + end + sign * first) * ways + way) * h + head
         if z is not None:
             yq *= zq.to(tl.float32) * tl.sigmoid(zq.to(tl.float32))
             tl.store(power + out + step * (sign * ways * h), tl.sum(yq * yq, 1) / p, mask=ok)
@@ -283,8 +289,8 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
             dtk, ak, total = load_dt(dt, first_k, step_k, ok_k, sdl, a_head, bias_head)
             x_end = (xk * (dtk * tl.exp2(total - ak))[:, None]).to(xk.dtype)
             s = dot(tl.trans(bk), x_end, s * tl.exp2(total))
-        out = (row * ways + way) * h + head
-        tl.store(final + out * p * n + kp[None, :] * n + kn[:, None], s)
+        last = (row * (1 if rest else ways) + way) * h + head
+        tl.store(final + last * p * n + kp[None, :] * n + kn[:, None], s)
 
 
 @triton.jit
@@ -490,13 +496,13 @@ def walk(x, steps, B, s0=None, states=None, final=None, q=None, adjoint=False):
         *state_view(s0), n=B.shape[-1], p=p, ADJOINT=adjoint, **how)
 
 
-def tiles(x, dt, bias, A, B, C, D, s0, y, z=None, power=None, final=None):
-    """Shapes as in `ssd_both`, for any number of ways."""
+def tiles(x, dt, bias, A, B, C, D, s0, y, z=None, power=None, final=None, rest=False):
+    """Shapes as in `ssd_both`, for any number of ways; rest: the second does nothing, its y is zeros."""
     (r, l, ways, h, p), how = x.shape, settings("tiles", x)
     tiles_kernel[(r * ways * h, triton.cdiv(l, how["q"]) + (final is not None))](
         x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h, *strides(x, 4), *strides(dt, 4),
         *strides(B, 3), *strides(C, 3), *state_view(s0), *strides(z, 4), n=B.shape[-1], p=p,
-        ways=ways, **how)
+        ways=ways, rest=rest, **how)
 
 
 def room_for_final(x, B, wanted=True):
@@ -572,6 +578,21 @@ def ssd_both_forward(x: Tensor, dt: Tensor, bias: Tensor, A: Tensor, B: Tensor, 
     return y, power
 
 
+def room_for_pairs(x, B):
+    r, _, _, h, p = x.shape
+    return (x.new_empty(x.shape), room_for_power(x),
+            x.new_empty((r // 2, h, p, B.shape[-1]), dtype=torch.float32))
+
+
+@operator(lambda x, dt, bias, A, B, *inputs: room_for_pairs(x, B))
+def ssd_pairs_forward(x: Tensor, dt: Tensor, bias: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
+                      s0: Tensor, z: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    (y, power, final), b = room_for_pairs(x, B), len(x) // 2
+    tiles(x[:b], dt[:b], bias, A, B[:b], C[:b], D, s0, y[:b], z[:b], power[:b], final, rest=True)
+    tiles(x[b:], dt[b:], bias, A, B[b:], C[b:], D, final, y[b:], z[b:], power[b:])
+    return y, power, final
+
+
 differentiable(ssd_rows_forward, ssd_rows_backward)
 
 
@@ -592,3 +613,9 @@ def ssd_both(x, dt, bias, A, B, C, D, s0, z):
     squared; no gradients."""
     return ssd_both_forward(rowwise(x), dt, bias, A, rowwise(B), rowwise(C), D, statewise(s0),
                             rowwise(z))
+
+
+def ssd_pairs(x, dt, bias, A, B, C, D, s0, z):
+    """`ssd_both` where the first half of the rows runs way 0 alone, from s0 (r / 2, h, p, n), and the
+    others start where it ends. -> its results, zeros for the way at rest, and those ends like s0."""
+    return ssd_pairs_forward(rowwise(x), dt, bias, A, rowwise(B), rowwise(C), D, statewise(s0), rowwise(z))

@@ -68,7 +68,7 @@ def shares(n_ptr, b, cap, num_splits, l: tl.constexpr, N: tl.constexpr, least: t
 def attend_kernel(q_ptr, kc_ptr, vc_ptr, n_ptr, ko_ptr, vo_ptr, o_ptr, lse_ptr,
                   qb, qh, cb, ch, kb, kh, vb, vh, cap, scale, num_splits, ql: tl.constexpr,
                   cl: tl.constexpr, kl: tl.constexpr, vl: tl.constexpr, align: tl.constexpr,
-                  h: tl.constexpr, l: tl.constexpr, d: tl.constexpr, D: tl.constexpr,
+                  h: tl.constexpr, l: tl.constexpr, d: tl.constexpr, D: tl.constexpr, caches: tl.constexpr,
                   M: tl.constexpr, N: tl.constexpr, least: tl.constexpr, stages: tl.constexpr):
     # Query tiles run fastest: programs that read the same keys start together, and share L2.
     i, bh, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -80,8 +80,8 @@ def attend_kernel(q_ptr, kc_ptr, vc_ptr, n_ptr, ko_ptr, vo_ptr, o_ptr, lse_ptr,
 
     # Every row starts at a multiple of `align` values, so that loads can be wide for any d.
     q_ptr += tl.multiple_of(b * qb + head * qh, align)
-    kc_ptr += tl.multiple_of(b * cb + head * ch, align)
-    vc_ptr += tl.multiple_of(b * cb + head * ch, align)
+    kc_ptr += tl.multiple_of(b % caches * cb + head * ch, align)
+    vc_ptr += tl.multiple_of(b % caches * cb + head * ch, align)
     ko_ptr += tl.multiple_of(b * kb + head * kh, align)
     vo_ptr += tl.multiple_of(b * vb + head * vh, align)
     q = rows(q_ptr + i * M * ql, ql, l - i * M, d, D, M, l % M > 0)
@@ -156,10 +156,10 @@ def block_attention_splits(b, l, h, cap, device, M, N, warps, least):
 def block_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, k_own: Tensor,
                     v_own: Tensor, num_splits: int = 0) -> Tensor:
     """softmax(q [k_cache[:n], k_own]^T / sqrt(d)) [v_cache[:n], v_own] with n = lengths[b];
-    inference only. q, k_own, v_own (b, l, h, d), any strides but the last; caches (b, h, cap, d);
-    lengths (b,) int64 -> (b, l, h, d)"""
-    (b, l, h, d), cap = q.shape, k_cache.shape[2]
-    assert k_cache.shape == v_cache.shape == (b, h, cap, d)
+    inference only. q, k_own, v_own (b, l, h, d), any strides but the last; caches (c, h, cap, d), of
+    which row i reads i mod c; lengths (b,) int64 -> (b, l, h, d)"""
+    (b, l, h, d), (c, _, cap, _) = q.shape, k_cache.shape
+    assert k_cache.shape == v_cache.shape == (c, h, cap, d) and b % c == 0
     assert k_cache.stride() == v_cache.stride()
     assert all(x.stride(-1) == 1 and x.dtype == q.dtype
                for x in (q, k_cache, v_cache, k_own, v_own))
@@ -180,7 +180,7 @@ def block_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor
         q, k_cache, v_cache, lengths, k_own, v_own, part, lse, q.stride(0), q.stride(2),
         *strides(k_cache, 2), k_own.stride(0), k_own.stride(2), v_own.stride(0), v_own.stride(2),
         cap, d ** -0.5 * LOG2E.value, num_splits, ql=q.stride(1), cl=k_cache.stride(2),
-        kl=k_own.stride(1), vl=v_own.stride(1), align=align, h=h, l=l, d=d, D=D, M=M, N=N,
+        kl=k_own.stride(1), vl=v_own.stride(1), align=align, h=h, l=l, d=d, D=D, caches=c, M=M, N=N,
         least=least, stages=stages, num_warps=warps)
     if num_splits > 1:
         S, R = num_splits, 16

@@ -156,7 +156,8 @@ class TimestepEmbedding(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------------
-# Mixers. Each has three explicit paths: both streams in training, extend and denoise with a cache.
+# Mixers. Each has explicit paths: both streams in training; extend, denoise, and both in one pass, with
+# a cache.
 
 class Attention(nn.Module):
     def __init__(self, config):
@@ -190,16 +191,28 @@ class Attention(nn.Module):
     def extend(self, u, state, lengths, rope, block_len):
         """Whole clean blocks u (b, m, d): attends block-causally and appends keys and values."""
         q, k, v = self.project(u, rope)
-        keys, values = state
-        y = ops.cached_attention(q, k, v, keys, values, lengths, block_len)
-        rows = torch.arange(len(u), device=u.device)[:, None]
-        at = lengths[:, None] + torch.arange(u.size(1), device=u.device)
-        keys[rows, :, at], values[rows, :, at] = k.transpose(1, 2), v.transpose(1, 2)
+        y = ops.cached_attention(q, k, v, *state, lengths, block_len)
+        self.append(k, v, state, lengths)
         return self.merge(y)
+
+    def append(self, k, v, state, lengths):
+        """Writes k and v (b, h, m, e) into the cache, behind what it holds."""
+        rows = torch.arange(len(k), device=k.device)[:, None]
+        at = lengths[:, None] + torch.arange(k.size(2), device=k.device)
+        keys, values = state
+        keys[rows, :, at], values[rows, :, at] = k.transpose(1, 2), v.transpose(1, 2)
 
     def denoise(self, u, state, lengths, rope):
         """One noisy block u (b, l, d): attends to the cache and itself, writes nothing."""
         q, k, v = self.project(u, rope)
+        return self.merge(ops.cached_attention(q, k, v, *state, lengths, u.size(1)))
+
+    def commit_and_denoise(self, u, state, lengths, rope):
+        """u (2 b, l, d): finished blocks, then the active blocks after them, which see one block more of
+        the cache: lengths (2 b,)."""
+        q, k, v = self.project(u, rope)
+        b = len(u) // 2
+        self.append(k[:b], v[:b], state, lengths[:b])
         return self.merge(ops.cached_attention(q, k, v, *state, lengths, u.size(1)))
 
 
@@ -281,6 +294,12 @@ class BiMamba(nn.Module):
         """One noisy block u (b, l, d): both directions, nothing written."""
         return self.scan_both(u, *state)
 
+    def commit_and_denoise(self, u, state, lengths, rope):
+        """u (2 b, l, d): finished blocks, then the active blocks after them."""
+        clean, noisy = u.chunk(2)
+        clean = self.extend(clean, state, lengths, rope, u.size(1))
+        return torch.cat([clean, self.denoise(noisy, state, lengths, rope)])
+
 
 class Layer(nn.Module):
     """
@@ -336,14 +355,11 @@ class Layer(nn.Module):
         mod = self.modulation(c)
         return self.leave(h, self.mixer.denoise(self.enter(h, mod), state, lengths, rope), mod)
 
-    def commit_and_denoise(self, h, c_clean, c_noisy, state, lengths, ropes):
-        """Rows h (2 b, l, d): finished blocks, then the active blocks after them. One pass does
-        `extend` and then `denoise`, and what works position by position reads its weights once."""
-        (b, l), mod = (len(h) // 2, h.size(1)), self.modulation_of_both(c_clean, c_noisy)
-        u = self.enter(h, mod)
-        y_clean = self.mixer.extend(u[:b], state, lengths, ropes[0], l)
-        y = self.mixer.denoise(u[b:], state, lengths + l, ropes[1])
-        return self.leave(h, torch.cat([y_clean, y]), mod)
+    def commit_and_denoise(self, h, c_clean, c_noisy, state, lengths, rope):
+        """`extend` and then `denoise` in one pass, so that weights are read once: rows h (2 b, l, d) are
+        finished blocks, then the active blocks after them; lengths (2 b,) is what lies before each."""
+        mod = self.modulation_of_both(c_clean, c_noisy)
+        return self.leave(h, self.mixer.commit_and_denoise(self.enter(h, mod), state, lengths, rope), mod)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -419,7 +435,8 @@ class BlockDiffusionLM(nn.Module):
         for layer in self.layers:
             for name in methods or ("two_stream",):
                 setattr(layer, name, torch.compile(getattr(layer, name), dynamic=False))
-        self.final = torch.compile(self.final, dynamic=False)
+        for name in ("final", "logits", "rope_after"):
+            setattr(self, name, torch.compile(getattr(self, name), dynamic=False))
 
     def block_len_for(self, s):
         """The length of a diffusion block in s tokens: a full-sequence model takes them as one."""
@@ -441,10 +458,10 @@ class BlockDiffusionLM(nn.Module):
                                            c.rope_theta, *key))
         return self._rope[1][:length], self._rope[2][:length]
 
-    def rope_after(self, cache, count):
-        """Tables (b, 1, count, head_dim / 2) of the `count` positions after each row of the cache,
-        looked up on the device."""
-        at = cache.lengths[:, None] + torch.arange(count, device=cache.lengths.device)
+    def rope_after(self, lengths, count):
+        """Tables (b, 1, count, head_dim / 2) of the `count` positions after each of lengths (b,), looked
+        up on the device."""
+        at = lengths[:, None] + torch.arange(count, device=lengths.device)
         return tuple(table[at][:, None] for table in self._rope[1:])
 
     def condition(self, t):
@@ -569,7 +586,7 @@ class BlockDiffusionLM(nn.Module):
         step = max(chunk_tokens // (l * len(x0)), 1) * l
         c = self.condition_clean()
         for x in x0.split(step, 1):
-            h, rope = self.embed(x), self.rope_after(cache, x.size(1))
+            h, rope = self.embed(x), self.rope_after(cache.lengths, x.size(1))
             for layer, state in zip(self.layers, cache.layers):
                 h = layer.extend(h, c, state, cache.lengths, rope, l)
             cache.lengths += x.size(1)
@@ -587,7 +604,7 @@ class BlockDiffusionLM(nn.Module):
             raise ModelError(f"this model was trained with blocks of {self.config.block_len} tokens and "
                              f"cannot denoise a block of {xt.size(1)}")
         h, c = self.embed(xt), self.condition(t)
-        rope = self.rope_after(cache, xt.size(1))
+        rope = self.rope_after(cache.lengths, xt.size(1))
         for layer, state in zip(self.layers, cache.layers):
             h = layer.denoise(h, c, state, cache.lengths, rope)
         return self.final(h, c)
@@ -600,10 +617,10 @@ class BlockDiffusionLM(nn.Module):
         h = self.embed(torch.cat([x0_block, xt]))
         c = self.condition(t)
         c_clean = None if self.config.time_conditioning else c
-        cos, sin = self.rope_after(cache, 2 * l)
-        ropes = [(cos[:, :, i:i + l], sin[:, :, i:i + l]) for i in (0, l)]
+        lengths = torch.cat([cache.lengths, cache.lengths + l])
+        rope = self.rope_after(lengths, l)
         for layer, state in zip(self.layers, cache.layers):
-            h = layer.commit_and_denoise(h, c_clean, c, state, cache.lengths, ropes)
+            h = layer.commit_and_denoise(h, c_clean, c, state, lengths, rope)
         cache.lengths += l
         return self.final(h, c, len(xt))
 

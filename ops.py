@@ -156,6 +156,25 @@ def ssd_scan_both(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
     return y, y.to(at_least_fp32(y.dtype)).square().mean(-1)
 
 
+def ssd_scan_pairs(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
+    """
+    Blocks to be committed and the active blocks after them: rows (2 b, ...). The first b are scanned
+    forward alone, from initial_state (b, h, p, n), the others as in `ssd_scan_both` from where the first
+    end. Arguments and results as there, where the first b rows have zeros for their second scan, and
+    the states (b, h, p, n) at the end of the first b.
+    """
+    if KERNELS["scan"] == "triton" and _fits_triton(x.size(-1), B.size(-1)):
+        import kernels
+        return kernels.ssd_pairs(x, dt, dt_bias, A, B, C, D, initial_state, z)
+    b = len(x) // 2
+    steps = F.softplus(dt[:b, :, 0].to(dt_bias.dtype) + dt_bias[0])
+    y, states = ssd_scan(x[:b, :, 0], steps, A[0], B[:b, :, 0], C[:b, :, 0], D[0], initial_state, None, chunk_len)
+    y = y * F.silu(z[:b, :, 0])
+    y = torch.stack([y, torch.zeros_like(y)], 2)
+    active, power = ssd_scan_both(x[b:], dt[b:], dt_bias, A, B[b:], C[b:], D, states[:, -1], z[b:], chunk_len)
+    return (torch.cat([y, active]), torch.cat([y.to(power.dtype).square().mean(-1), power]), states[:, -1])
+
+
 def pass_states(local, log_decay, initial):
     """
     Carries states over chunks: out[0] = initial, out[i + 1] = exp(log_decay[i]) out[i] + local[i].
@@ -415,8 +434,9 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
     Attention of new tokens to a cache and to themselves, block-causally.
 
     q, k, v (b, h, m, e): m new tokens in whole blocks of block_len; a token sees the cache, the new
-    blocks before its own, and its own block both ways. k_cache, v_cache (b, h, max_len, e): only the
-    first lengths[i] positions of row i hold anything. lengths (b,) int64. Returns (b, h, m, e).
+    blocks before its own, and its own block both ways. k_cache, v_cache (c, h, max_len, e): row i sees
+    the first lengths[i] positions of cache i mod c; nothing after them need hold anything. lengths (b,)
+    int64. Returns (b, h, m, e).
     """
     if k_cache.size(2) == 0 and q.size(2) == block_len:
         return F.scaled_dot_product_attention(q, k, v)
@@ -425,8 +445,9 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
     lengths = lengths.tolist()
     m, longest = q.size(2), max(lengths)
     block = torch.arange(m, device=q.device) // block_len
-    keys = torch.cat([k_cache[:, :, :longest], k], 2)
-    values = torch.cat([v_cache[:, :, :longest], v], 2)
+    k_cache, v_cache = (cache[None, :, :, :longest].expand(len(q) // len(cache), -1, -1, -1, -1).flatten(0, 1)
+                        for cache in (k_cache, v_cache))
+    keys, values = torch.cat([k_cache, k], 2), torch.cat([v_cache, v], 2)
     if m <= block_len and min(lengths) == longest:       # every key is visible
         return F.scaled_dot_product_attention(q, keys, values)
     at = torch.arange(longest, device=q.device)
@@ -442,7 +463,7 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
 
 def _cached_attention_triton(q, k, v, k_cache, v_cache, lengths, block_len):
     """The kernel takes one block at a time. Of several, all but the last are appended to the cache
-    here, which is where they are going anyway."""
+    here, which is where they are going anyway: then every row has a cache of its own."""
     from kernels_attention import block_attention
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))                           # (b, m, h, e)
     outs, rows = [], torch.arange(len(q), device=q.device)[:, None]

@@ -103,6 +103,9 @@ def call_everything():
     both = of(1, 256, 2, h, p)
     kernels.ssd_both_forward(both, of(1, 256, 2, h), *[of(2, h, dtype=fp32)] * 2, of(1, 256, 2, n), of(1, 256, 2, n),
                              of(2, h, dtype=fp32), of(1, h, p, n, dtype=fp32), both)
+    pairs = of(2, 256, 2, h, p)
+    kernels.ssd_pairs_forward(pairs, of(2, 256, 2, h), *[of(2, h, dtype=fp32)] * 2, *[of(2, 256, 2, n)] * 2,
+                              of(2, h, dtype=fp32), of(1, h, p, n, dtype=fp32), pairs)
     kernels_conv.causal_conv_forward(of(1, 256, 2, c), of(2, c, 4), of(2, c), of(1, 3, c))
     mixer = (of(2, 2048, 2 * h * p + 2 * n + 64), of(c, 4), of(c), vector, vector, vector, of(h * p), of(d, h * p),
              None, None, 256, 256)

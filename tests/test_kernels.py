@@ -150,14 +150,18 @@ def scan_both(x, dt, bias, A, B, C, D, s0, z):
     return torch.stack([ys[0], ys[1].flip(1)], 2) * torch.nn.functional.silu(z)
 
 
+def both_inputs(r, l, dtype, states, h=3, p=16, n=32):
+    z, x, B, C, dt = randn(r, l, 2, 2 * h * p + 2 * n + h, dtype=dtype).split([h * p, h * p, n, n, h], -1)
+    inputs = (x.unflatten(-1, (h, p)), dt, randn(2, h) - 3, -torch.exp(randn(2, h)), B, C,
+              randn(2, h), randn(states, h, p, n), z.unflatten(-1, (h, p)))
+    return x, inputs
+
+
 @DTYPES
 @pytest.mark.parametrize("l, few", [(1, 4096), (70, 0), (128, 4096)])
 def test_both_ways_of_generation_equal_the_loop(monkeypatch, l, few, dtype):
     monkeypatch.setattr(kernels_conv, "FEW", few)
-    r, h, p, n = 2, 3, 16, 32
-    z, x, B, C, dt = randn(r, l, 2, 2 * h * p + 2 * n + h, dtype=dtype).split([h * p, h * p, n, n, h], -1)
-    inputs = (x.unflatten(-1, (h, p)), dt, randn(2, h) - 3, -torch.exp(randn(2, h)), B, C,
-              randn(2, h), randn(r, h, p, n), z.unflatten(-1, (h, p)))
+    r, (x, inputs) = 2, both_inputs(2, l, dtype, 2)
     (got, power), want = kernels.ssd_both(*inputs), scan_both(*(u.double() for u in inputs))
     assert got.dtype == dtype and error(got, want) < LIMIT[dtype]
     assert power.dtype == torch.float32 and error(power, want.square().mean(-1)) < LIMIT[dtype]
@@ -169,6 +173,16 @@ def test_both_ways_of_generation_equal_the_loop(monkeypatch, l, few, dtype):
     rev = ops.causal_conv(u[:, :, 1].flip(1), w[1], bias[1], torch.zeros_like(start)).flip(1)
     got = kernels_conv.causal_conv_both(*inputs)
     assert got.dtype == dtype and error(got, torch.stack([fwd, rev], 2)) < LIMIT[dtype]
+
+
+@DTYPES
+@pytest.mark.parametrize("l", [1, 70, 128])
+def test_pairs_of_blocks_equal_the_plain_scans(l, dtype):
+    inputs = both_inputs(4, l, dtype, 2)[1]
+    got, want = kernels.ssd_pairs(*inputs), ops.ssd_scan_pairs(*(u.double() for u in inputs))
+    assert got[0].dtype == dtype and not got[0][:2, :, 1].any() and not got[1][:2, :, 1].any()
+    for a, b in zip(got, want):
+        assert a.shape == b.shape and a.is_contiguous() and error(a, b) < LIMIT[dtype]
 
 
 def test_step_sizes_far_below_one_keep_their_digits():
@@ -311,12 +325,12 @@ def test_two_stream_attention_by_kernels_equals_the_masked_one(monkeypatch, clea
     assert calls
 
 
-def attention_inputs(lengths, l, d, dtype, h=2, cap=None, pad=0):
+def attention_inputs(lengths, l, d, dtype, h=2, cap=None, pad=0, caches=None):
     """q, k, v are views of one projection; the caches hold NaN from each row's length on."""
-    b, cap = len(lengths), cap or max(lengths) + 16
+    b, cap, caches = len(lengths), cap or max(lengths) + 16, caches or len(lengths)
     q, k, v = randn(b, l, 3, h, d, dtype=dtype).unbind(2)
-    keys, values = randn(2, b, h, cap, d + pad, dtype=dtype).fill_(float("nan"))[..., :d]
-    for i, n in enumerate(lengths):
+    keys, values = randn(2, caches, h, cap, d + pad, dtype=dtype).fill_(float("nan"))[..., :d]
+    for i, n in enumerate(lengths[-caches:]):
         keys[i, :, :n], values[i, :, :n] = (1 + i) * randn(h, n, d), randn(h, n, d)
     return q, keys, values, torch.tensor(lengths, device=DEVICE), k, v
 
@@ -341,6 +355,10 @@ def test_block_attention_takes_padded_full_and_empty_caches_and_large_scores():
     q, *rest = attention_inputs([128, 128], 32, 64, torch.float32, cap=128)
     check_attention((q * 100, *rest), 2, 1e-5)
     check_attention(attention_inputs([0], 32, 64, torch.float32), 0, 1e-5)
+
+
+def test_block_attention_lets_rows_share_a_cache_to_different_lengths():
+    check_attention(attention_inputs([60, 0, 100, 40], 32, 64, torch.float32, caches=2), 3, 1e-5)
 
 
 def test_dispatched_attention_takes_several_blocks(monkeypatch):
@@ -409,6 +427,7 @@ def test_operators_declare_the_shapes_that_they_return(monkeypatch):
             (kernels_draw.gumbel_argmax, (u, u.double().exp())),
             (kernels_residual.add_norm, (u, randn(2, 2, 9, 32), randn(2, 9, 2, 3).abs(), randn(32), randn(32), None)),
             (kernels.ssd_both_forward, (both, dt2, -A2, -A2, u2, u2, A2, randn(2, 2, 16, 16), both)),
+            (kernels.ssd_pairs_forward, (both, dt2, -A2, -A2, u2, u2, A2, randn(1, 2, 16, 16), both)),
             (kernels_mixer.mixer_forward, mixer),
             (kernels_mixer.mixer_backward, (mixer[0][..., :24], None, None, y, empty, *mixer)),
             (kernels_two_stream.two_stream_forward, (q, q, q, 64, 0.2)),

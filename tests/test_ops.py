@@ -132,3 +132,19 @@ def test_both_ways_are_a_scan_and_a_scan_of_the_reversed_tokens():
     torch.testing.assert_close(y[:, :, 0], want)
     rev = {k: v.flip(1) if k in ("x", "dt", "B", "C") else v for k, v in rev.items()}
     torch.testing.assert_close(y[:, :, 1], ops.ssd_scan_ref(**rev)[0].flip(1))
+
+
+def test_the_second_of_a_pair_of_blocks_starts_where_the_first_ends():
+    b, h, p, n = 2, 3, 4, 5
+    x, z, dt, B, C = (torch.randn(2 * b, 12, 2, *shape).double() for shape in ((h, p), (h, p), (h,), (n,), (n,)))
+    bias, A, D = torch.randn(2, h).double(), -torch.rand(2, h).double(), torch.randn(2, h).double()
+    start = torch.randn(b, h, p, n).double()
+    y, power, states = ops.ssd_scan_pairs(x, dt, bias, A, B, C, D, start, z, chunk_len=8)
+    steps = torch.nn.functional.softplus(dt[:b, :, 0] + bias[0])
+    want, ends = ops.ssd_scan_ref(x[:b, :, 0], steps, A[0], B[:b, :, 0], C[:b, :, 0], D[0], start)
+    torch.testing.assert_close(states, ends[:, -1])
+    torch.testing.assert_close(y[:b, :, 0], want * torch.nn.functional.silu(z[:b, :, 0]))
+    active, _ = ops.ssd_scan_both(x[b:], dt[b:], bias, A, B[b:], C[b:], D, states, z[b:])
+    torch.testing.assert_close(y[b:], active)
+    assert not y[:b, :, 1].any()
+    torch.testing.assert_close(power, y.square().mean(-1))
