@@ -10,6 +10,7 @@ The heavy operations of a block-diffusion Mamba-2 / attention hybrid, each with 
   add_norm              what a layer adds to the residual stream, and the norm that reads it
   linear_cross_entropy  head and loss over masked positions, never holding (b, s, v) logits
   gumbel_argmax         a draw from a softmax
+  unmask                what is drawn becomes known
 
 Everything here is a function of tensors; no parameters, no configuration, none of our other files.
 See it work:    python -m pytest tests/test_ops.py
@@ -553,6 +554,16 @@ def gumbel_argmax(logits, exponential):
         import kernels_draw
         return kernels_draw.gumbel_argmax(logits, exponential)
     return (logits.double() - exponential.log()).argmax(-1)
+
+
+def unmask(xt, at, drawn, mask_id):
+    """Writes drawn (b, p) at the positions at (b, p) of xt (b, l) that hold mask_id, in place. A position may
+    come twice where it holds something else."""
+    if KERNELS["draw"] == "triton":
+        import kernels_draw
+        return kernels_draw.unmask(xt, at, drawn, mask_id)
+    held = xt.gather(1, at)
+    xt.scatter_(1, at, torch.where(held == mask_id, drawn, held))
 
 
 # ----------------------------------------------------------------------------------------------

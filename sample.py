@@ -182,8 +182,7 @@ class ActiveBlock:
         if sampler.order in ("random", "first_hitting"):
             at = self.order.gather(1, self.next)
             self.next += self.p
-            held, drawn = xt.gather(1, at), sampler.pick(logits_at(at))        # (b, p)
-            xt.scatter_(1, at, torch.where(held == sampler.mask_id, drawn, held))
+            ops.unmask(xt, at, sampler.pick(logits_at(at)), sampler.mask_id)
         else:
             masked = xt == sampler.mask_id
             drawn, chosen = self.surest(logits_at, masked)

@@ -122,7 +122,8 @@ def call_everything():
             kernels_two_stream.two_stream_backward(out, out, lse, q, k, k, 256, 0.1)
     token = of(1088)
     kernels_residual.add_norm(of(1, 256, 1088), of(2, 1, 256, 1088), of(1, 256, 2, h, dtype=fp32), token, token, token)
-    kernels_draw.gumbel_argmax(of(1, 16, 50258, dtype=fp32), of(1, 16, 50258, dtype=torch.float64))
+    drawn = kernels_draw.gumbel_argmax(of(1, 16, 50258, dtype=fp32), of(1, 16, 50258, dtype=torch.float64))
+    kernels_draw.unmask(of(1, 256, dtype=torch.long), drawn, drawn, 50257)
     modules = (kernels, kernels_attention, kernels_conv, kernels_draw, kernels_mixer, kernels_residual,
                kernels_states, kernels_two_stream)
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}

@@ -530,6 +530,24 @@ def test_gumbel_argmax_equals_its_twin(monkeypatch, v, dtype):
         noise[1, 2, at[-1]], logits[1, 2, at] = 1.0, -90.0
 
 
+@pytest.mark.parametrize("p", [1, 3, 8])
+def test_unmask_equals_its_twin(monkeypatch, p):
+    mask, tokens = 50, torch.arange(2 * 8, device=DEVICE).view(2, 8)
+    xt = torch.where(randn(2, 8) > 0, tokens, mask)
+    order = randn(2, 8).argsort(1)
+    xt[:, 0], order[:, 5:] = 7, 0                              # known, and there several times
+    at, drawn = order[:, 8 - p:], 20 + tokens[:, :p]
+    want = xt.clone()
+    for row, a, d in zip(want, at.tolist(), drawn.tolist()):
+        for i, token in zip(a, d):
+            row[i] = token if row[i] == mask else row[i]
+    for choice in ("torch", "triton"):
+        monkeypatch.setitem(ops.KERNELS, "draw", choice)
+        got = xt.clone()
+        ops.unmask(got, at, drawn, mask)
+        assert torch.equal(got, want)
+
+
 @DTYPES
 def test_gated_norm_equals_its_twin_on_columns_of_a_wider_tensor(monkeypatch, dtype):
     y, wide = randn(2, 5, 24).to(dtype), randn(2, 5, 40).to(dtype)
