@@ -37,7 +37,7 @@ from train import Parallel, ShardedAdamW, matmul_ceiling, train_flops
 # -- settings --
 only = []                               # config files or operations, e.g. ['mamba_h_350m']; []: all
 lengths = []                            # of the sampling ladder; []: the paper's
-whole = [1024, 32768, 65536]            # block models: lengths that are generated from start to end
+whole = [256, 1024, 8192, 32768, 65536] # block models: lengths that are generated from start to end
 tokens_per_step = 16                    # p
 micro_batch_size = 8                    # training sequences on a device
 seq_len = 0                             # tokens of a training sequence; 0: the config's
@@ -272,8 +272,11 @@ def bench_sample(parallel):
         prepare_for_inference(model, torch.bfloat16 if on_gpu else torch.float32)
         if compile and on_gpu:
             model.compile_layers("denoise", "commit_and_denoise")
-        rows = full_sequence_rows if config.full_sequence else block_rows
-        for row in rows(model, dev, lengths or [n for n in LADDER if n <= most]):
+        ladder = lengths or [n for n in LADDER if n <= most]
+        rows, parts = full_sequence_rows, [ladder]
+        if not config.full_sequence:                    # kernels are chosen by the capacity of the cache
+            rows, parts = block_rows, [[n for n in ladder if n <= 8192], [n for n in ladder if n > 8192]]
+        for row in (row for part in parts if part for row in rows(model, dev, part)):
             paper = PAPER_SAMPLE.get(name.removesuffix("_700m"), {}).get(row["length"])
             yield dict(config=name, **row, **limit_of_step(row, model, ceilings), paper=paper)
     names, longest = models("700m", dev)[::-1], max(lengths, default=0)
@@ -297,8 +300,9 @@ def new_decoder(model, cache, l):
 
 
 def block_rows(model, dev, ladder):
-    """Rows of a block model. The time of one block (commit of the last one included) is measured at
-    several prefix lengths; a generation is the sum over its blocks, interpolated between them.
+    """Rows of a block model, in one cache of the capacity that the longest needs. The time of one block
+    (commit of the last one included) is measured at several prefix lengths; a generation is the sum over
+    its blocks, interpolated between them.
     `whole` lengths are generated from an empty prefix to the end too, short ones several times."""
     c = model.config
     l = c.block_len

@@ -435,7 +435,7 @@ class BlockDiffusionLM(nn.Module):
         for layer in self.layers:
             for name in methods or ("two_stream",):
                 setattr(layer, name, torch.compile(getattr(layer, name), dynamic=False))
-        for name in ("final", "logits", "rope_after"):
+        for name in ("final", "rope_after"):
             setattr(self, name, torch.compile(getattr(self, name), dynamic=False))
 
     def block_len_for(self, s):
