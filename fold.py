@@ -101,18 +101,20 @@ class MergedMamba:
         proj = F.linear(u, self.w_in)
         z, xBC = proj[..., :2 * inner].unflatten(-1, (2, inner)).split([di, inner - di], -1)
         dt = proj[..., 2 * inner:2 * (inner + h)].unflatten(-1, (2, h))        # (b, l, 2, h)
-        before = conv
+        columns = conv                                  # before the first token of each row
         if commit:
-            after = ops.conv_boundaries(xBC[:len(u) // 2, :, 0], conv, None)[:, -1]
-            before = torch.cat([conv, after])
-            conv.copy_(after)
-        xBC = ops.causal_conv_both(xBC, self.conv_weight, self.conv_bias, before)
+            end = ops.conv_boundaries(xBC[:len(u) // 2, :, 0], conv, None)[:, -1]
+            columns = torch.cat([conv, end])
+            conv.copy_(end)
+        xBC = ops.causal_conv_both(xBC, self.conv_weight, self.conv_bias, columns)
         x, B, C = xBC.split([di, n, n], -1)                                    # (b, l, 2, .)
         x, z = x.unflatten(-1, (h, -1)), z.unflatten(-1, (h, -1))
-        scan = ops.ssd_scan_pairs if commit else ops.ssd_scan_both
-        y, power, *after = scan(x, dt, self.dt_bias, self.A, B, C, self.D, ssm, z, self.chunk_len)
+        inputs = x, dt, self.dt_bias, self.A, B, C, self.D, ssm, z, self.chunk_len
         if commit:
-            ssm.copy_(*after)
+            y, power, end = ops.ssd_scan_pairs(*inputs)
+            ssm.copy_(end)
+        else:
+            y, power = ops.ssd_scan_both(*inputs)
         return linear_in_parts(y.flatten(2), self.w_out, ways=2), power
 
 

@@ -585,8 +585,9 @@ class BlockDiffusionLM(nn.Module):
                              f"{x0.size(1)} more; make it with a larger max_len")
         step = max(chunk_tokens // (l * len(x0)), 1) * l
         c = self.condition_clean()
+        rope_after = BlockDiffusionLM.rope_after        # not compiled: lengths of prompts vary
         for x in x0.split(step, 1):
-            h, rope = self.embed(x), self.rope_after(cache.lengths, x.size(1))
+            h, rope = self.embed(x), rope_after(self, cache.lengths, x.size(1))
             for layer, state in zip(self.layers, cache.layers):
                 h = layer.extend(h, c, state, cache.lengths, rope, l)
             cache.lengths += x.size(1)
