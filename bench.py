@@ -104,9 +104,12 @@ def limit_ms(flops, nbytes, ceilings):
 
 
 def hardware(dev):
-    """What a figure needs beside it: device, driver, clocks, versions."""
+    """What a figure needs beside it: device, driver, clocks, versions, the revision of this code."""
     cpu = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     record = dict(name=cpu, torch=torch.__version__, python=platform.python_version(), device=dev)
+    git = ["git", "-C", str(pathlib.Path(__file__).parent), "describe", "--always", "--dirty"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        record["revision"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     if dev.type == "cuda":
         gpu = torch.cuda.get_device_properties(dev)
         keys = "driver_version,clocks.sm,clocks.mem,temperature.gpu"
