@@ -107,7 +107,8 @@ def hardware(dev):
     """What a figure needs beside it: device, driver, clocks, versions, the revision of this code."""
     cpu = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     record = dict(name=cpu, torch=torch.__version__, python=platform.python_version(), device=dev)
-    git = ["git", "-C", str(pathlib.Path(__file__).parent), "describe", "--always", "--dirty"]
+    folder = pathlib.Path(__file__).parent
+    git = ["git", f"--git-dir={folder / '.git'}", f"--work-tree={folder}", "describe", "--always", "--dirty"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         record["revision"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     if dev.type == "cuda":
@@ -277,7 +278,7 @@ def bench_sample(parallel):
             model.compile_layers("denoise", "commit_and_denoise")
         ladder = lengths or [n for n in LADDER if n <= most]
         rows, parts = full_sequence_rows, [ladder]
-        if not config.full_sequence:                    # kernels are chosen by the capacity of the cache
+        if not config.full_sequence:                    # see kernels_attention.SHORT_CACHE
             rows, parts = block_rows, [[n for n in ladder if n <= 8192], [n for n in ladder if n > 8192]]
         for row in (row for part in parts if part for row in rows(model, dev, part)):
             paper = PAPER_SAMPLE.get(name.removesuffix("_700m"), {}).get(row["length"])

@@ -3,6 +3,7 @@ Triton kernels of the scan (paper, eq. mamba-scan-background) and helpers that a
 
   ssd_rows   the scan over many short rows, with its backward (twin in ops.py: ssd_scan)
   ssd_both   the scans of both directions, for generation (twin: ssd_scan_both)
+  ssd_pairs  a block to be committed and the active one after it (twin: ssd_scan_pairs)
 
 A module of its own, because nobody needs it to read or to run the model: Triton comes with torch's
 CUDA build, and without it ops.py never imports this file. What passes between rows is in
@@ -497,7 +498,8 @@ def walk(x, steps, B, s0=None, states=None, final=None, q=None, adjoint=False):
 
 
 def tiles(x, dt, bias, A, B, C, D, s0, y, z=None, power=None, final=None, rest=False):
-    """Shapes as in `ssd_both`, for any number of ways; rest: the second does nothing, its y is zeros."""
+    """Shapes as in `ssd_both`, for any number of ways; rest: the second is not
+    computed, its y and power are zeros."""
     (r, l, ways, h, p), how = x.shape, settings("tiles", x)
     tiles_kernel[(r * ways * h, triton.cdiv(l, how["q"]) + (final is not None))](
         x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h, *strides(x, 4), *strides(dt, 4),

@@ -143,7 +143,9 @@ def combine_kernel(part_ptr, lse_ptr, o_ptr, n_ptr, cap, num_splits, h: tl.const
              mask=(r < l * h)[:, None] & (c < d))
 
 
-SHORT = 8192  # up to so many tokens in a cache, rows that share it run at once, and in turns after more
+# A commit has two rows to a cache. Up to so many tokens in it, the shares of both fit on a GPU at once; with
+# more, those of one do: twice as many, in two waves that are fuller.
+SHORT_CACHE = 8192
 
 
 def block_attention_splits(b, l, h, cap, device, M, N, warps, least):
@@ -174,7 +176,7 @@ def block_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor
         M, N, stages = 64, 32, 2
     M = min(M, max(16, triton.next_power_of_2(l)))
     warps = min(warps, M // 16)
-    at_once = b if cap <= SHORT else c          # a last turn that is half full costs more, the longer it is
+    at_once = b if cap <= SHORT_CACHE else c
     num_splits = num_splits or block_attention_splits(at_once, l, h, cap, q.device, M, N, warps, least)
     align = math.gcd(16, *(s for x in (q, k_cache, k_own, v_own) for s in strides(x, 3)))
     out = q.new_empty(q.shape)

@@ -1,11 +1,11 @@
 """
 Triton kernels for what follows the logits of a decoding step, twins of the functions of ops.py.
 
-  gumbel_argmax   the largest of logits plus Gumbel noise. It reads both once, where the same lines in
+  gumbel_argmax   the largest of logits plus Gumbel noise. Both are read once, where the same lines in
                   PyTorch pass over them five times, in fp64.
   unmask          writes drawn tokens where masks are: one kernel for four.
 
-Without a GPU, Triton's interpreter tests it:    python -m pytest tests/test_kernels.py -k gumbel
+Without a GPU, Triton's interpreter tests them:    python -m pytest tests/test_kernels.py -k "gumbel or unmask"
 """
 import torch
 import triton

@@ -156,8 +156,8 @@ class TimestepEmbedding(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------------
-# Mixers. Each has explicit paths: both streams in training; extend, denoise, and both in one pass, with
-# a cache.
+# Mixers. Each has explicit paths: two_stream in training; with a cache extend, denoise, and
+# commit_and_denoise, which is one pass of the two.
 
 class Attention(nn.Module):
     def __init__(self, config):
@@ -209,7 +209,8 @@ class Attention(nn.Module):
 
     def commit_and_denoise(self, u, state, lengths, rope):
         """u (2 b, l, d): finished blocks, then the active blocks after them, which see one block more of
-        the cache: lengths (2 b,)."""
+        the cache: lengths (2 b,). What they see there is appended first; a finished block sees its own keys
+        as they come."""
         q, k, v = self.project(u, rope)
         b = len(u) // 2
         self.append(k[:b], v[:b], state, lengths[:b])
@@ -295,10 +296,11 @@ class BiMamba(nn.Module):
         return self.scan_both(u, *state)
 
     def commit_and_denoise(self, u, state, lengths, rope):
-        """u (2 b, l, d): finished blocks, then the active blocks after them."""
-        clean, noisy = u.chunk(2)
-        clean = self.extend(clean, state, lengths, rope, u.size(1))
-        return torch.cat([clean, self.denoise(noisy, state, lengths, rope)])
+        """u (2 b, l, d): finished blocks, then the active blocks after them, which have one block more
+        before them: lengths (2 b,)."""
+        (clean, noisy), (before, after) = u.chunk(2), zip(*(x.chunk(2) for x in (lengths, *rope)))
+        clean = self.extend(clean, state, before[0], before[1:], u.size(1))
+        return torch.cat([clean, self.denoise(noisy, state, after[0], after[1:])])
 
 
 class Layer(nn.Module):
@@ -424,7 +426,8 @@ class BlockDiffusionLM(nn.Module):
     # -- pieces shared by training and generation --
 
     def compile_layers(self, *methods):
-        """torch.compile of all layers' named methods, two_stream by default. The backward makes pointwise
+        """torch.compile of all layers' named methods, two_stream by default, and of what a step does before
+        and after its layers. The backward makes pointwise
         results (GELU, norms) again: a third less memory for at most 2 % of the time."""
         if importlib.util.find_spec("triton") is None:  # what torch.compile writes its kernels in
             return
@@ -585,7 +588,7 @@ class BlockDiffusionLM(nn.Module):
                              f"{x0.size(1)} more; make it with a larger max_len")
         step = max(chunk_tokens // (l * len(x0)), 1) * l
         c = self.condition_clean()
-        rope_after = BlockDiffusionLM.rope_after        # not compiled: lengths of prompts vary
+        rope_after = type(self).rope_after              # never the compiled one: prompts' lengths vary
         for x in x0.split(step, 1):
             h, rope = self.embed(x), rope_after(self, cache.lengths, x.size(1))
             for layer, state in zip(self.layers, cache.layers):

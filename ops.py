@@ -557,8 +557,8 @@ def gumbel_argmax(logits, exponential):
 
 
 def unmask(xt, at, drawn, mask_id):
-    """Writes drawn (b, p) at the positions at (b, p) of xt (b, l) that hold mask_id, in place. A position may
-    come twice where it holds something else."""
+    """Writes drawn (b, p) at the positions at (b, p) of xt (b, l) that hold mask_id, in place. A position that
+    comes twice must not hold it."""
     if KERNELS["draw"] == "triton":
         import kernels_draw
         return kernels_draw.unmask(xt, at, drawn, mask_id)

@@ -1,7 +1,9 @@
 """The benchmark commands at a size that a CPU runs in seconds, and the figures."""
 import json
 import os
+import pathlib
 import runpy
+import shutil
 import subprocess
 import sys
 import types
@@ -38,6 +40,16 @@ def test_train_ends_in_one_json_line_and_writes_the_same(capsys, tmp_path):
     assert result["bench"] == "train" and result["hardware"]["name"] and result["matmul_tflops"] > 0
     assert row["config"] == "laptop" and row["tok_per_s"] > 0 and 0 < row["mfu"]
     assert json.loads((tmp_path / "train.json").read_text()) == result
+    ours = (pathlib.Path(bench.__file__).parent / ".git").exists()         # and not a repository around it
+    assert ("revision" in result["hardware"]) == (ours and shutil.which("git") is not None)
+
+
+def test_block_models_are_measured_beyond_the_cache_of_short_generations(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "block_rows", lambda model, dev, ladder: (
+        dict(length=n, tok_per_s=1.0, how=str(ladder), spread=0.0, engine="eager", capture_s=0.0) for n in ladder))
+    bench.main(["sample", "--only=mamba_h_87m", "--lengths=[256,8192,16384]", *TINY])
+    assert [(r["length"], r["how"]) for r in last_line(capsys)["rows"]] == [
+        (256, "[256, 8192]"), (8192, "[256, 8192]"), (16384, "[16384]")]
 
 
 def test_sample_reports_whole_and_integrated_rows_beside_their_limit(capsys):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import model as model_module
+import ops
 from checkpoint import load_model, save_checkpoint
 from configurator import ConfigError
 from conftest import ARCHITECTURES, BLOCK_MODELS, make_batch, make_model
@@ -325,11 +326,15 @@ def test_a_failed_save_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
         assert os.listdir(tmp_path) == ["ckpt.pt"]
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name, reverse_scan, scan_row", [
+    *((name, True, ops.SCAN_ROW) for name in ARCHITECTURES), ("mamba_h", False, ops.SCAN_ROW), ("mamba_h", True, 4)])
 @both_times
-def test_weights_prepared_for_inference_compute_the_same_function(name, time_conditioning):
-    """Folded modulation and merged Mamba directions, denoising, committing and both at once."""
-    model = make_model(name, time_conditioning=time_conditioning)
+def test_weights_prepared_for_inference_compute_the_same_function(monkeypatch, name, reverse_scan, scan_row,
+                                                                  time_conditioning):
+    """Folded modulation and merged Mamba directions (not of one direction, nor of blocks that are several rows
+    of the scan), denoising, committing and both at once."""
+    monkeypatch.setattr(ops, "SCAN_ROW", scan_row)
+    model = make_model(name, time_conditioning=time_conditioning, reverse_scan=reverse_scan)
     x0, xt, t = make_batch(model)
     logits = model.all_block_logits(x0, xt, t)
     prepare_for_inference(model, torch.float64)
