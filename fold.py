@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import ops
-from model import Attention, BiMamba, Layer, modulate
+from model import Attention, BiMamba, Layer, modulate, take
 
 FEW_ROWS = 512                          # an active block and the one that is committed with its first step
 
@@ -94,9 +94,22 @@ class MergedMamba:
         self.A = torch.stack([-torch.exp(m.A_log.to(exact)) for m in pair])    # (2, h)
         self.D = torch.stack([m.D for m in pair]).to(exact)
 
-    def __call__(self, u, conv, ssm, commit=False):
-        """BiMamba.scan_both(u, conv, ssm), or with commit BiMamba.commit_and_denoise(u, (conv, ssm), ...),
-        still in parts: see ops.join_parts."""
+    def denoise(self, u, state, lengths, rope, at=None):
+        """As of BiMamba, still in parts: see ops.join_parts."""
+        return self.merge(*self.scan(u, *state), at)
+
+    def commit_and_denoise(self, u, state, lengths, rope, need_clean=True, at=None):
+        """As of BiMamba, still in parts."""
+        y, power = self.scan(u, *state, commit=True)
+        if not need_clean:
+            y, power = y[len(u) // 2:], power[len(u) // 2:]
+        return self.merge(y, power, at)
+
+    def merge(self, y, power, at):
+        return linear_in_parts(take(y, at).flatten(2), self.w_out, ways=2), take(power, at)
+
+    def scan(self, u, conv, ssm, commit=False):
+        """All but the last product: y (b, l, 2, h, p), and its power as ops.ssd_scan_both returns it."""
         h, di, n, inner = self.heads, self.d_inner, self.d_state, self.inner
         proj = F.linear(u, self.w_in)
         z, xBC = proj[..., :2 * inner].unflatten(-1, (2, inner)).split([di, inner - di], -1)
@@ -115,7 +128,7 @@ class MergedMamba:
             ssm.copy_(end)
         else:
             y, power = ops.ssd_scan_both(*inputs)
-        return linear_in_parts(y.flatten(2), self.w_out, ways=2), power
+        return y, power
 
 
 class InferenceLayer(torch.nn.Module):
@@ -156,31 +169,36 @@ class InferenceLayer(torch.nn.Module):
         """The mixer's path of that name -> parts and power, see ops.join_parts. The merged mixer has no
         `extend`, and does not cut rows."""
         if self.merged is not None and path != "extend" and u.size(1) <= ops.SCAN_ROW:
-            return self.merged(u, *state, commit=path == "commit_and_denoise")
+            return getattr(self.merged, path)(u, state, *where)
         y = getattr(self.mixer, path)(u, state, *where)
         return y if self.in_parts else y[None], None
 
-    def extend(self, stream, c, state, lengths, rope, block_len):
+    def extend(self, stream, c, state, lengths, rope, block_len, need_clean=True):
         mod = self.modulation(c)
         h, u = self.enter(stream, mod)
+        if not need_clean:
+            return self.mixer.extend(u, state, lengths, rope, block_len, need_clean)
         return self.leave(h, *self.mix("extend", u, state, lengths, rope, block_len), mod)
 
-    def denoise(self, stream, c, state, lengths, rope):
+    def denoise(self, stream, c, state, lengths, rope, at=None):
         mod = self.modulation(c)
         h, u = self.enter(stream, mod)
-        return self.leave(h, *self.mix("denoise", u, state, lengths, rope), mod)
+        return self.leave(take(h, at), *self.mix("denoise", u, state, lengths, rope, at), mod)
 
-    def commit_and_denoise(self, stream, c_clean, c_noisy, state, lengths, rope):
+    def commit_and_denoise(self, stream, c_clean, c_noisy, state, lengths, rope, need_clean=True, at=None):
         mod = self.modulation_of_both(c_clean, c_noisy)
         h, u = self.enter(stream, mod)
-        return self.leave(h, *self.mix("commit_and_denoise", u, state, lengths, rope), mod)
+        y = self.mix("commit_and_denoise", u, state, lengths, rope, need_clean, at)
+        if not need_clean:
+            h, mod = take(h[len(h) // 2:], at), self.modulation(c_noisy)
+        return self.leave(h, *y, mod)
 
 
 def final_after(norm, adaln):
     """BlockDiffusionLM.final after the last InferenceLayer."""
-    def final(stream, c, skip=0):
+    def final(stream, c):
         h, parts, bias = stream
-        u = ops.add_norm(h, parts, None, bias, norm.weight, norm.bias)[1][skip:]
+        u = ops.add_norm(h, parts, None, bias, norm.weight, norm.bias)[1]
         return u if c is None else modulate(u, *adaln(c).chunk(2, -1))
     return final
 

@@ -2,8 +2,9 @@
 Triton kernel: one active block against a long cache and itself, the fast twin of cached_attention
 in ops.py and the inner loop of block-diffusion decoding. Inference only.
 
-The l tokens of the block see all n prefix tokens and, both ways, each other: a plain rectangle.
- 1. Split keys. One head has only l / M query tiles, too few to fill a GPU, so the keys are cut in
+The l tokens of the block, or m of them that are asked for, see all n prefix tokens and all of the
+block: a plain rectangle.
+ 1. Split keys. One head has only m / M query tiles, too few to fill a GPU, so the keys are cut in
     `num_splits` shares too. A program attends to its own share and leaves (o, log-sum-exp); a
     second small kernel averages them.
  2. The length lives on the device. Grid and memory depend only on shapes, and each program reads
@@ -68,8 +69,8 @@ def shares(n_ptr, b, cap, num_splits, l: tl.constexpr, N: tl.constexpr, least: t
 def attend_kernel(q_ptr, kc_ptr, vc_ptr, n_ptr, ko_ptr, vo_ptr, o_ptr, lse_ptr,
                   qb, qh, cb, ch, kb, kh, vb, vh, cap, scale, num_splits, ql: tl.constexpr,
                   cl: tl.constexpr, kl: tl.constexpr, vl: tl.constexpr, align: tl.constexpr,
-                  h: tl.constexpr, l: tl.constexpr, d: tl.constexpr, D: tl.constexpr, caches: tl.constexpr,
-                  M: tl.constexpr, N: tl.constexpr, least: tl.constexpr, stages: tl.constexpr):
+                  h: tl.constexpr, m: tl.constexpr, l: tl.constexpr, d: tl.constexpr, D: tl.constexpr,
+                  caches: tl.constexpr, M: tl.constexpr, N: tl.constexpr, least: tl.constexpr, stages: tl.constexpr):
     # Query tiles run fastest: programs that read the same keys start together, and share L2.
     i, bh, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, head = (bh // h).to(tl.int64), (bh % h).to(tl.int64)  # 64 bits: b * h * cap * d is large
@@ -84,63 +85,63 @@ def attend_kernel(q_ptr, kc_ptr, vc_ptr, n_ptr, ko_ptr, vo_ptr, o_ptr, lse_ptr,
     vc_ptr += tl.multiple_of(b % caches * cb + head * ch, align)
     ko_ptr += tl.multiple_of(b * kb + head * kh, align)
     vo_ptr += tl.multiple_of(b * vb + head * vh, align)
-    q = rows(q_ptr + i * M * ql, ql, l - i * M, d, D, M, l % M > 0)
+    q = rows(q_ptr + i * M * ql, ql, m - i * M, d, D, M, m % M > 0)
     acc, z = tl.zeros([M, D], tl.float32), tl.zeros([M], tl.float32)
-    m = tl.full([M], float("-inf"), tl.float32)
+    top = tl.full([M], float("-inf"), tl.float32)
     step = tl.full([], N * cl, tl.int64)  # from one tile of the cache to the next
 
     # 1. Full tiles of the cache.
     for t in tl.range(lo, tl.minimum(n // N, hi), num_stages=stages):
         k = rows(kc_ptr + t * step, cl, N, d, D, N, False)
         v = rows(vc_ptr + t * step, cl, N, d, D, N, False)
-        acc, m, z = tile(q, k, v, acc, m, z, scale, N, N, False)
+        acc, top, z = tile(q, k, v, acc, top, z, scale, N, N, False)
 
     # 2. The tail of the cache, if the prefix is no multiple of N and the tail is in this share.
     t = n // N
     if (lo <= t) & (t < tl.minimum(hi, cached)):
         k = rows(kc_ptr + t * step, cl, n - t * N, d, D, N, True)
         v = rows(vc_ptr + t * step, cl, n - t * N, d, D, N, True)
-        acc, m, z = tile(q, k, v, acc, m, z, scale, n - t * N, N, True)
+        acc, top, z = tile(q, k, v, acc, top, z, scale, n - t * N, N, True)
 
     # 3. The block itself.
     for t in tl.range(tl.maximum(lo - cached, 0), hi - cached, num_stages=2):
         k = rows(ko_ptr + t * N * kl, kl, l - t * N, d, D, N, l % N > 0)
         v = rows(vo_ptr + t * N * vl, vl, l - t * N, d, D, N, l % N > 0)
-        acc, m, z = tile(q, k, v, acc, m, z, scale, l - t * N, N, l % N > 0)
+        acc, top, z = tile(q, k, v, acc, top, z, scale, l - t * N, N, l % N > 0)
 
     r, c = i * M + tl.arange(0, M), tl.arange(0, D)
-    # o is (split, b, l, h, d), lse (split, b, l, h).
-    row = ((split * (tl.num_programs(1) // h) + b) * l + r) * h + head
+    # o is (split, b, m, h, d), lse (split, b, m, h).
+    row = ((split * (tl.num_programs(1) // h) + b) * m + r) * h + head
     o = acc * (1 / z)[:, None]
     tl.store(o_ptr + row[:, None] * d + c[None, :], o.to(o_ptr.dtype.element_ty),
-             mask=(r < l)[:, None] & (c < d)[None, :])
-    tl.store(lse_ptr + row, m + tl.log2(z), mask=r < l)
+             mask=(r < m)[:, None] & (c < d)[None, :])
+    tl.store(lse_ptr + row, top + tl.log2(z), mask=r < m)
 
 
 @triton.jit
 def combine_kernel(part_ptr, lse_ptr, o_ptr, n_ptr, cap, num_splits, h: tl.constexpr,
-                   l: tl.constexpr, d: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+                   m: tl.constexpr, l: tl.constexpr, d: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
                    R: tl.constexpr, N: tl.constexpr, least: tl.constexpr):
-    """Mean of the splits' results, weighted by 2^lse, for R rows (of b, l, h). A loop over splits:
+    """Mean of the splits' results, weighted by 2^lse, for R rows (of b, m, h). A loop over splits:
     their loads do not depend on each other, so all are in flight at once."""
     b = tl.program_id(1).to(tl.int64)
     _, _, total, share = shares(n_ptr, b, cap, num_splits, l, N, least)
     live = tl.cdiv(total, share)  # the other splits had no keys and wrote nothing
     r, c = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, D)
-    m = tl.full([R], float("-inf"), tl.float32)
+    top = tl.full([R], float("-inf"), tl.float32)
     for s in tl.static_range(S):
-        row = (s * tl.num_programs(1) + b) * (l * h) + r
-        on = (r < l * h) & (s < live)
-        m = tl.maximum(m, tl.load(lse_ptr + row, mask=on, other=float("-inf")))
+        row = (s * tl.num_programs(1) + b) * (m * h) + r
+        on = (r < m * h) & (s < live)
+        top = tl.maximum(top, tl.load(lse_ptr + row, mask=on, other=float("-inf")))
     o, z = tl.zeros([R, D], tl.float32), tl.zeros([R], tl.float32)
     for s in tl.static_range(S):
-        row = (s * tl.num_programs(1) + b) * (l * h) + r
-        on = (r < l * h) & (s < live)
-        w = tl.exp2(tl.load(lse_ptr + row, mask=on, other=float("-inf")) - m)
+        row = (s * tl.num_programs(1) + b) * (m * h) + r
+        on = (r < m * h) & (s < live)
+        w = tl.exp2(tl.load(lse_ptr + row, mask=on, other=float("-inf")) - top)
         part = tl.load(part_ptr + row[:, None] * d + c, mask=on[:, None] & (c < d), other=0.0)
         o, z = o + w[:, None] * part, z + w
-    tl.store(o_ptr + (b * l * h + r)[:, None] * d + c, (o / z[:, None]).to(o_ptr.dtype.element_ty),
-             mask=(r < l * h)[:, None] & (c < d))
+    tl.store(o_ptr + (b * m * h + r)[:, None] * d + c, (o / z[:, None]).to(o_ptr.dtype.element_ty),
+             mask=(r < m * h)[:, None] & (c < d))
 
 
 # A commit has two rows to a cache. Up to so many tokens in it, the shares of both fit on a GPU at once; with
@@ -148,12 +149,12 @@ def combine_kernel(part_ptr, lse_ptr, o_ptr, n_ptr, cap, num_splits, h: tl.const
 SHORT_CACHE = 8192
 
 
-def block_attention_splits(b, l, h, cap, device, M, N, warps, least):
+def block_attention_splits(b, m, l, h, cap, device, M, N, warps, least):
     """As many shares as there are programs that run at once (8 warps per multiprocessor), with
     enough to do."""
     cuda = device.type == "cuda"
     sms = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 132
-    slots = sms * (8 // warps) // (b * h * triton.cdiv(l, M))
+    slots = sms * (8 // warps) // (b * h * triton.cdiv(m, M))
     return min(max(slots, 1), 32, triton.cdiv(triton.cdiv(cap, N) + triton.cdiv(l, N), least))
 
 
@@ -161,35 +162,35 @@ def block_attention_splits(b, l, h, cap, device, M, N, warps, least):
 def block_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, k_own: Tensor,
                     v_own: Tensor, num_splits: int = 0) -> Tensor:
     """softmax(q [k_cache[:n], k_own]^T / sqrt(d)) [v_cache[:n], v_own] with n = lengths[b];
-    inference only. q, k_own, v_own (b, l, h, d), any strides but the last; caches (c, h, cap, d), of
-    which row i reads i mod c; lengths (b,) int64 -> (b, l, h, d)"""
-    (b, l, h, d), (c, _, cap, _) = q.shape, k_cache.shape
+    inference only. q (b, m, h, d), k_own and v_own (b, l, h, d), any strides but the last; caches
+    (c, h, cap, d), of which row i reads i mod c; lengths (b,) int64 -> (b, m, h, d)"""
+    (b, m, h, d), l, (c, _, cap, _) = q.shape, k_own.shape[1], k_cache.shape
     assert k_cache.shape == v_cache.shape == (c, h, cap, d) and b % c == 0
     assert k_cache.stride() == v_cache.stride()
     assert all(x.stride(-1) == 1 and x.dtype == q.dtype
                for x in (q, k_cache, v_cache, k_own, v_own))
     # Offsets into caches have 64 bits; those inside one row's block have 32.
-    assert l * max(x.stride(1) for x in (q, k_own, v_own)) < 2 ** 31
+    assert max(m, l) * max(x.stride(1) for x in (q, k_own, v_own)) < 2 ** 31
     D, least = max(16, triton.next_power_of_2(d)), 2
     M, N, warps, stages = 128, 64, 4, 3         # swept on an H200: 440 TFLOP/s at 262,144 keys
     if q.dtype == torch.float32:                # exact fp32 products: for tests
         M, N, stages = 64, 32, 2
-    M = min(M, max(16, triton.next_power_of_2(l)))
+    M = min(M, max(16, triton.next_power_of_2(m)))
     warps = min(warps, M // 16)
     at_once = b if cap <= SHORT_CACHE else c
-    num_splits = num_splits or block_attention_splits(at_once, l, h, cap, q.device, M, N, warps, least)
+    num_splits = num_splits or block_attention_splits(at_once, m, l, h, cap, q.device, M, N, warps, least)
     align = math.gcd(16, *(s for x in (q, k_cache, k_own, v_own) for s in strides(x, 3)))
     out = q.new_empty(q.shape)
-    part = out if num_splits == 1 else q.new_empty(num_splits, b, l, h, d, dtype=torch.float32)
-    lse = q.new_empty(num_splits, b, l, h, dtype=torch.float32)
-    attend_kernel[triton.cdiv(l, M), b * h, num_splits](
+    part = out if num_splits == 1 else q.new_empty(num_splits, b, m, h, d, dtype=torch.float32)
+    lse = q.new_empty(num_splits, b, m, h, dtype=torch.float32)
+    attend_kernel[triton.cdiv(m, M), b * h, num_splits](
         q, k_cache, v_cache, lengths, k_own, v_own, part, lse, q.stride(0), q.stride(2),
         *strides(k_cache, 2), k_own.stride(0), k_own.stride(2), v_own.stride(0), v_own.stride(2),
         cap, d ** -0.5 * LOG2E.value, num_splits, ql=q.stride(1), cl=k_cache.stride(2),
-        kl=k_own.stride(1), vl=v_own.stride(1), align=align, h=h, l=l, d=d, D=D, caches=c, M=M, N=N,
+        kl=k_own.stride(1), vl=v_own.stride(1), align=align, h=h, m=m, l=l, d=d, D=D, caches=c, M=M, N=N,
         least=least, stages=stages, num_warps=warps)
     if num_splits > 1:
         S, R = num_splits, 16
-        combine_kernel[triton.cdiv(l * h, R), b](
-            part, lse, out, lengths, cap, num_splits, h, l, d, D, S, R, N, least)
+        combine_kernel[triton.cdiv(m * h, R), b](
+            part, lse, out, lengths, cap, num_splits, h, m, l, d, D, S, R, N, least)
     return out

@@ -141,6 +141,11 @@ def gated(h, y, gate):
     return (h + (y if gate is None else gate * y)).to(h.dtype)
 
 
+def take(x, at):
+    """x (b, l, ...) at positions at (b, m) of each row -> (b, m, ...); at None: all of x."""
+    return x if at is None else x[torch.arange(len(x), device=x.device)[:, None], at]
+
+
 class TimestepEmbedding(nn.Module):
     """t (m,) in [0, 1] -> (m, 1, d): a sinusoid of 256 features, then a two-layer MLP."""
 
@@ -157,7 +162,8 @@ class TimestepEmbedding(nn.Module):
 
 # ----------------------------------------------------------------------------------------------
 # Mixers. Each has explicit paths: two_stream in training; with a cache extend, denoise, and
-# commit_and_denoise, which is one pass of the two.
+# commit_and_denoise, which is one pass of the two. need_clean=False, at=(b, m): nobody reads what becomes
+# of clean tokens here, and only these positions of the active block are: so it is in the last layer.
 
 class Attention(nn.Module):
     def __init__(self, config):
@@ -188,12 +194,12 @@ class Attention(nn.Module):
             (q_clean if need_clean else None, k_clean, v_clean), parts, masks)
         return self.merge(y_clean) if need_clean else None, self.merge(y).view_as(noisy)
 
-    def extend(self, u, state, lengths, rope, block_len):
+    def extend(self, u, state, lengths, rope, block_len, need_clean=True):
         """Whole clean blocks u (b, m, d): attends block-causally and appends keys and values."""
         q, k, v = self.project(u, rope)
-        y = ops.cached_attention(q, k, v, *state, lengths, block_len)
+        y = self.merge(ops.cached_attention(q, k, v, *state, lengths, block_len)) if need_clean else None
         self.append(k, v, state, lengths)
-        return self.merge(y)
+        return y
 
     def append(self, k, v, state, lengths):
         """Writes k and v (b, h, m, e) into the cache, behind what it holds."""
@@ -202,18 +208,21 @@ class Attention(nn.Module):
         keys, values = state
         keys[rows, :, at], values[rows, :, at] = k.transpose(1, 2), v.transpose(1, 2)
 
-    def denoise(self, u, state, lengths, rope):
+    def denoise(self, u, state, lengths, rope, at=None):
         """One noisy block u (b, l, d): attends to the cache and itself, writes nothing."""
         q, k, v = self.project(u, rope)
+        q = take(q.transpose(1, 2), at).transpose(1, 2)
         return self.merge(ops.cached_attention(q, k, v, *state, lengths, u.size(1)))
 
-    def commit_and_denoise(self, u, state, lengths, rope):
+    def commit_and_denoise(self, u, state, lengths, rope, need_clean=True, at=None):
         """u (2 b, l, d): finished blocks, then the active blocks after them, which see one block more of
         the cache: lengths (2 b,). What they see there is appended first; a finished block sees its own keys
         as they come."""
         q, k, v = self.project(u, rope)
         b = len(u) // 2
         self.append(k[:b], v[:b], state, lengths[:b])
+        if not need_clean:
+            q, k, v, lengths = take(q[b:].transpose(1, 2), at).transpose(1, 2), k[b:], v[b:], lengths[b:]
         return self.merge(ops.cached_attention(q, k, v, *state, lengths, u.size(1)))
 
 
@@ -283,7 +292,7 @@ class BiMamba(nn.Module):
             conv, ssm = conv.detach(), ssm.detach()
         return y, self.scan_both(noisy, conv.flatten(0, 1), ssm.flatten(0, 1))
 
-    def extend(self, u, state, lengths, rope, block_len):
+    def extend(self, u, state, lengths, rope, block_len, need_clean=True):
         """Whole clean blocks u (b, m, d): continues the forward scan and moves the state on."""
         conv, ssm = state
         y, convs, ssms = self.fwd(u, conv, ssm)
@@ -291,16 +300,17 @@ class BiMamba(nn.Module):
         ssm.copy_(ssms[:, -1])
         return y
 
-    def denoise(self, u, state, lengths, rope):
+    def denoise(self, u, state, lengths, rope, at=None):
         """One noisy block u (b, l, d): both directions, nothing written."""
-        return self.scan_both(u, *state)
+        return take(self.scan_both(u, *state), at)
 
-    def commit_and_denoise(self, u, state, lengths, rope):
+    def commit_and_denoise(self, u, state, lengths, rope, need_clean=True, at=None):
         """u (2 b, l, d): finished blocks, then the active blocks after them, which have one block more
         before them: lengths (2 b,)."""
         (clean, noisy), (before, after) = u.chunk(2), zip(*(x.chunk(2) for x in (lengths, *rope)))
         clean = self.extend(clean, state, before[0], before[1:], u.size(1))
-        return torch.cat([clean, self.denoise(noisy, state, after[0], after[1:])])
+        noisy = self.denoise(noisy, state, after[0], after[1:], at)
+        return torch.cat([clean, noisy]) if need_clean else noisy
 
 
 class Layer(nn.Module):
@@ -349,19 +359,24 @@ class Layer(nn.Module):
         clean = self.leave(clean, y_clean, mod_clean) if need_clean else None
         return clean, self.leave(noisy, y, mod)
 
-    def extend(self, h, c, state, lengths, rope, block_len):
+    def extend(self, h, c, state, lengths, rope, block_len, need_clean=True):
         mod = self.modulation(c)
-        return self.leave(h, self.mixer.extend(self.enter(h, mod), state, lengths, rope, block_len), mod)
+        y = self.mixer.extend(self.enter(h, mod), state, lengths, rope, block_len, need_clean)
+        return self.leave(h, y, mod) if need_clean else None
 
-    def denoise(self, h, c, state, lengths, rope):
+    def denoise(self, h, c, state, lengths, rope, at=None):
         mod = self.modulation(c)
-        return self.leave(h, self.mixer.denoise(self.enter(h, mod), state, lengths, rope), mod)
+        y = self.mixer.denoise(self.enter(h, mod), state, lengths, rope, at)
+        return self.leave(take(h, at), y, mod)
 
-    def commit_and_denoise(self, h, c_clean, c_noisy, state, lengths, rope):
+    def commit_and_denoise(self, h, c_clean, c_noisy, state, lengths, rope, need_clean=True, at=None):
         """`extend` and then `denoise` in one pass, so that weights are read once: rows h (2 b, l, d) are
         finished blocks, then the active blocks after them; lengths (2 b,) is what lies before each."""
         mod = self.modulation_of_both(c_clean, c_noisy)
-        return self.leave(h, self.mixer.commit_and_denoise(self.enter(h, mod), state, lengths, rope), mod)
+        y = self.mixer.commit_and_denoise(self.enter(h, mod), state, lengths, rope, need_clean, at)
+        if not need_clean:
+            h, mod = take(h[len(h) // 2:], at), self.modulation(c_noisy)
+        return self.leave(h, y, mod)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -479,10 +494,8 @@ class BlockDiffusionLM(nn.Module):
         """Conditioning of clean tokens: never t. With timestep conditioning, none at all."""
         return None if self.config.time_conditioning else self.condition(None)
 
-    def final(self, h, c, skip=0):
-        """Last norm and modulation of noisy tokens, without the first `skip` rows of h: hidden states,
-        ready for the head."""
-        h = h[skip:]
+    def final(self, h, c):
+        """Last norm and modulation of noisy tokens: hidden states, ready for the head."""
         if c is None:
             return self.norm(h)
         return modulate(self.norm(h), *self.adaln(c).chunk(2, -1))
@@ -573,6 +586,11 @@ class BlockDiffusionLM(nn.Module):
             for layer in self.layers]
         return Cache(layers, torch.zeros(batch, dtype=torch.long, device=weight.device), max_len)
 
+    def layers_with(self, cache):
+        """(layer, its part of the cache, whether it is the last) of each."""
+        last = [False] * (len(self.layers) - 1) + [True]
+        return zip(self.layers, cache.layers, last)
+
     @torch.no_grad()
     def prefill(self, x0, cache, chunk_tokens=4096, on_chunk=None):
         """Appends finished blocks x0 (b, m), m a whole number of blocks, in chunks of about chunk_tokens
@@ -591,8 +609,8 @@ class BlockDiffusionLM(nn.Module):
         rope_after = type(self).rope_after              # never the compiled one: prompts' lengths vary
         for x in x0.split(step, 1):
             h, rope = self.embed(x), rope_after(self, cache.lengths, x.size(1))
-            for layer, state in zip(self.layers, cache.layers):
-                h = layer.extend(h, c, state, cache.lengths, rope, l)
+            for layer, state, last in self.layers_with(cache):
+                h = layer.extend(h, c, state, cache.lengths, rope, l, need_clean=not last)
             cache.lengths += x.size(1)
             if on_chunk:
                 on_chunk(x.size(1))
@@ -602,20 +620,21 @@ class BlockDiffusionLM(nn.Module):
         self.prefill(x0_block, cache)
 
     @torch.no_grad()
-    def denoise_hidden(self, xt, cache, t):
-        """Hidden states (b, l, d) of the active block; see `denoise`."""
+    def denoise_hidden(self, xt, cache, t, at=None):
+        """Hidden states (b, l, d) of the active block, see `denoise`, or with at (b, m) those of these
+        positions alone, (b, m, d): nobody asks for the others after the last layer's mixer."""
         if not self.config.full_sequence and xt.size(1) != self.config.block_len:
             raise ModelError(f"this model was trained with blocks of {self.config.block_len} tokens and "
                              f"cannot denoise a block of {xt.size(1)}")
         h, c = self.embed(xt), self.condition(t)
         rope = self.rope_after(cache.lengths, xt.size(1))
-        for layer, state in zip(self.layers, cache.layers):
-            h = layer.denoise(h, c, state, cache.lengths, rope)
+        for layer, state, last in self.layers_with(cache):
+            h = layer.denoise(h, c, state, cache.lengths, rope, at if last else None)
         return self.final(h, c)
 
     @torch.no_grad()
-    def commit_and_denoise_hidden(self, x0_block, xt, cache, t):
-        """`commit(x0_block, cache)` and then `denoise_hidden(xt, cache, t)` in one pass. The caller
+    def commit_and_denoise_hidden(self, x0_block, xt, cache, t, at=None):
+        """`commit(x0_block, cache)` and then `denoise_hidden(xt, cache, t, at)` in one pass. The caller
         sees to it that the cache has room: nothing here reads its lengths on the host."""
         l = xt.size(1)
         h = self.embed(torch.cat([x0_block, xt]))
@@ -623,10 +642,10 @@ class BlockDiffusionLM(nn.Module):
         c_clean = None if self.config.time_conditioning else c
         lengths = torch.cat([cache.lengths, cache.lengths + l])
         rope = self.rope_after(lengths, l)
-        for layer, state in zip(self.layers, cache.layers):
-            h = layer.commit_and_denoise(h, c_clean, c, state, lengths, rope)
+        for layer, state, last in self.layers_with(cache):
+            h = layer.commit_and_denoise(h, c_clean, c, state, lengths, rope, not last, at if last else None)
         cache.lengths += l
-        return self.final(h, c, len(xt))
+        return self.final(h, c)
 
     def denoise(self, xt, cache, t):
         """Logits (b, l, v) of the active block xt (b, l) at noise level t (b,). Reads the cache."""

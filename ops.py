@@ -435,24 +435,26 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
     Attention of new tokens to a cache and to themselves, block-causally.
 
     q, k, v (b, h, m, e): m new tokens in whole blocks of block_len; a token sees the cache, the new
-    blocks before its own, and its own block both ways. k_cache, v_cache (c, h, max_len, e): row i sees
+    blocks before its own, and its own block both ways. Of a single block q may hold any tokens, in any
+    number, for they see the same. k_cache, v_cache (c, h, max_len, e): row i sees
     the first lengths[i] positions of cache i mod c; nothing after them need hold anything. lengths (b,)
     int64. Returns (b, h, m, e).
     """
-    if k_cache.size(2) == 0 and q.size(2) == block_len:
+    if k_cache.size(2) == 0 and k.size(2) == block_len:
         return F.scaled_dot_product_attention(q, k, v)
     if KERNELS["cached"] == "triton":
         return _cached_attention_triton(q, k, v, k_cache, v_cache, lengths, block_len)
     lengths = lengths.tolist()
-    m, longest = q.size(2), max(lengths)
+    m, longest = k.size(2), max(lengths)
     block = torch.arange(m, device=q.device) // block_len
+    seeing = block if q.size(2) == m else block[:1].expand(q.size(2))
     k_cache, v_cache = (cache[None, :, :, :longest].expand(len(q) // len(cache), -1, -1, -1, -1).flatten(0, 1)
                         for cache in (k_cache, v_cache))
     keys, values = torch.cat([k_cache, k], 2), torch.cat([v_cache, v], 2)
     if m <= block_len and min(lengths) == longest:       # every key is visible
         return F.scaled_dot_product_attention(q, keys, values)
     at = torch.arange(longest, device=q.device)
-    mask = block[:, None] >= torch.cat([at.new_zeros(longest) - 1, block])     # (m, longest + m)
+    mask = seeing[:, None] >= torch.cat([at.new_zeros(longest) - 1, block])    # (m, longest + m)
     if min(lengths) < longest:
         held = at < torch.tensor(lengths, device=q.device)[:, None]            # (b, longest)
         held = F.pad(held, (0, m), value=True)[:, None, None]
@@ -468,12 +470,13 @@ def _cached_attention_triton(q, k, v, k_cache, v_cache, lengths, block_len):
     from kernels_attention import block_attention
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))                           # (b, m, h, e)
     outs, rows = [], torch.arange(len(q), device=q.device)[:, None]
-    for i in range(0, q.size(1), block_len):
+    for i in range(0, k.size(1), block_len):
         if i:
             at = lengths[:, None] + torch.arange(i - block_len, i, device=q.device)
             k_cache[rows, :, at], v_cache[rows, :, at] = k[:, i - block_len:i], v[:, i - block_len:i]
         own, held = slice(i, i + block_len), lengths + i if i else lengths     # adding 0 would be a kernel
-        outs.append(block_attention(q[:, own], k_cache, v_cache, held, k[:, own], v[:, own]))
+        mine = q[:, own] if k.size(1) > block_len else q
+        outs.append(block_attention(mine, k_cache, v_cache, held, k[:, own], v[:, own]))
     return (outs[0] if len(outs) == 1 else torch.cat(outs, 1)).transpose(1, 2)
 
 

@@ -25,7 +25,7 @@ from checkpoint import load_model
 from configurator import ConfigError, check, check_file, configure, script
 from data import DataError, get_tokenizer
 from fold import prepare_for_inference
-from model import BlockDiffusionLM, ModelError, config_from_file
+from model import BlockDiffusionLM, ModelError, config_from_file, take
 from prefix import copy_row, load_prefix, need_cache, read_prefix, save_prefix
 
 # ---------------------------------------------------------------------------------------------
@@ -125,11 +125,6 @@ def cut(logits, top_k, top_p):
     return logits
 
 
-def take(x, at):
-    """x (b, l, d) at positions at (b, m) of each row -> (b, m, d)."""
-    return x.gather(1, at[..., None].expand(-1, -1, x.size(-1)))
-
-
 LOGITS = 2 ** 24                        # of one row at a time, where all positions need them
 
 
@@ -170,32 +165,32 @@ class ActiveBlock:
         self.next.copy_(self.first)
 
     def reveal(self, score):
-        """One step. score(xt, t) -> a function that makes the logits (b, m, v) of positions at (b, m);
-        t (b,) is the masked fraction of each row, or None."""
+        """One step. score(xt, t, at) -> a function that makes logits (b, m, v) of a slice of the positions
+        at (b, n), None for all of them; t (b,) is the masked fraction of each row, or None."""
         sampler, xt = self.sampler, self.xt
         if sampler.order == "first_hitting":            # the largest of m uniforms on (0, t)
             u = sampler.draw("uniform", 1, device=xt.device)[:, 0]
             self.t *= u ** (1 / (xt == sampler.mask_id).sum(1).clamp(min=1))
         elif self.timed:
             self.t.copy_((xt == sampler.mask_id).double().mean(1))
-        logits_at = score(xt, self.t.float() if self.timed else None)
-        if sampler.order in ("random", "first_hitting"):
-            at = self.order.gather(1, self.next)
+        in_order = sampler.order in ("random", "first_hitting")
+        at = self.order.gather(1, self.next) if in_order else None
+        logits_of = score(xt, self.t.float() if self.timed else None, at)
+        if in_order:
             self.next += self.p
-            ops.unmask(xt, at, sampler.pick(logits_at(at)), sampler.mask_id)
+            ops.unmask(xt, at, sampler.pick(logits_of(slice(None))), sampler.mask_id)
         else:
             masked = xt == sampler.mask_id
-            drawn, chosen = self.surest(logits_at, masked)
+            drawn, chosen = self.surest(logits_of, masked)
             xt.copy_(torch.where(chosen & masked, drawn, xt))
 
-    def surest(self, logits_at, masked):
+    def surest(self, logits_of, masked):
         """Draws a token for every position, and says which are revealed for their probability: both
         (b, l). Logits are made for a few positions at a time: a window may have 65,536. How many does
         not depend on b, lest a row's draws do."""
-        (b, l), sampler, drawn, sure = masked.shape, self.sampler, [], []
-        positions = torch.arange(l, device=masked.device).expand(b, l)
-        for at in positions.split(max(1, LOGITS // (sampler.mask_id + 1)), 1):
-            logits = logits_at(at)                                             # (b, m, v)
+        sampler, drawn, sure, few = self.sampler, [], [], max(1, LOGITS // (self.sampler.mask_id + 1))
+        for i in range(0, masked.size(1), few):
+            logits = logits_of(slice(i, i + few))                              # (b, m, v)
             drawn.append(sampler.pick(logits))
             sure.append(logits.softmax(-1).gather(2, drawn[-1][..., None])[..., 0])
         drawn, sure = torch.cat(drawn, 1), torch.cat(sure, 1).masked_fill(~masked, -1)
@@ -234,9 +229,9 @@ def decode_block(xt, logits_fn, sampler, on_step=None):
     block = ActiveBlock(*xt.shape, sampler, xt.device)
     block.start(xt)
 
-    def score(xt, t):
-        logits = logits_fn(xt, t)
-        return lambda at: take(logits, at)
+    def score(xt, t, at):
+        logits = take(logits_fn(xt, t), at)
+        return lambda some: logits[:, some]
 
     counts = (xt == sampler.mask_id).sum(1).tolist()
     return block.finish(lambda: block.reveal(score), counts, on_step)
@@ -249,8 +244,8 @@ class BlockDecoder(ActiveBlock):
     """
     The fast engine: a step reads the prefix length on the device, so on a GPU it is one CUDA graph.
     Three exact savings: the commit of a finished block is one pass with the first step of the next;
-    in a random order the head sees only the p positions that may be revealed; weights are those of
-    `prepare_for_inference`. Draws are those of `decode_block`, in the same order.
+    in a random order the last layer's outputs and the head are made of the p positions alone that may be
+    revealed; weights are those of `prepare_for_inference`. Draws are those of `decode_block`.
     """
 
     def __init__(self, model, cache, sampler, block_len, graphs):
@@ -264,12 +259,12 @@ class BlockDecoder(ActiveBlock):
 
     def step(self, commit):
         """One denoising step, after committing the finished block if `commit`."""
-        def score(xt, t):
+        def score(xt, t, at):
             if commit:
-                hidden = self.model.commit_and_denoise_hidden(self.finished, xt, self.cache, t)
+                hidden = self.model.commit_and_denoise_hidden(self.finished, xt, self.cache, t, at)
             else:
-                hidden = self.model.denoise_hidden(xt, self.cache, t)
-            return lambda at: self.model.logits(take(hidden, at))
+                hidden = self.model.denoise_hidden(xt, self.cache, t, at)
+            return lambda some: self.model.logits(hidden[:, some])
         self.reveal(score)
 
     def capture(self):

@@ -339,7 +339,7 @@ def check_attention(inputs, num_splits, limit):
     q, keys, values, lengths, k, v = inputs
     out = kernels_attention.block_attention(*inputs, num_splits)
     own = (u.transpose(1, 2).double() for u in (q, k, v))
-    want = ops.cached_attention(*own, keys.double(), values.double(), lengths, q.size(1))
+    want = ops.cached_attention(*own, keys.double(), values.double(), lengths, k.size(1))
     assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
     assert error(out, want.transpose(1, 2)) < limit      # NaN fails too
 
@@ -355,6 +355,12 @@ def test_block_attention_takes_padded_full_and_empty_caches_and_large_scores():
     q, *rest = attention_inputs([128, 128], 32, 64, torch.float32, cap=128)
     check_attention((q * 100, *rest), 2, 1e-5)
     check_attention(attention_inputs([0], 32, 64, torch.float32), 0, 1e-5)
+
+
+@pytest.mark.parametrize("m, splits", [(3, 3), (16, 1), (40, 0)])
+def test_block_attention_takes_queries_of_a_part_of_the_block(m, splits):
+    q, *rest = attention_inputs([60, 0, 100], 24, 64, torch.float32, h=2)
+    check_attention((randn(3, m, 2, 64), *rest), splits, 1e-5)
 
 
 def test_block_attention_lets_rows_share_a_cache_to_different_lengths():

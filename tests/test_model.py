@@ -347,6 +347,35 @@ def test_weights_prepared_for_inference_compute_the_same_function(monkeypatch, n
         torch.testing.assert_close(model.denoise(xt[:, block], cache, t[:, i]), logits[:, block])
 
 
+@pytest.mark.parametrize("n_layer", [1, 2, 3])          # the last is attention, Mamba, attention
+@pytest.mark.parametrize("prepared", [False, True])
+@block_models
+@both_times
+def test_positions_that_nobody_asks_for_may_be_left_out_of_the_last_layer(name, prepared, n_layer, time_conditioning):
+    """Rows of different lengths; positions may come twice. What a commit leaves in the cache is the same."""
+    model = make_model(name, attn_every=1 if name == "bdlm_attention" else 2, n_layer=n_layer,
+                       time_conditioning=time_conditioning)
+    x0, xt, t = make_batch(model)
+    if prepared:
+        prepare_for_inference(model, torch.float64)
+    caches, at = [model.new_cache(3, 24) for _ in range(2)], torch.tensor([[6, 0, 1], [2, 2, 7], [5, 3, 4]])
+    for cache in caches:
+        for i, n in enumerate((0, 16, 8)):
+            model.prefill(x0[i:i + 1, :n], cache.rows(i, i + 1))
+    def check(some, every):
+        assert some.shape == (3, 3, model.config.d_model)
+        torch.testing.assert_close(some, torch.stack([h[p] for h, p in zip(every, at)]))
+    first, second = xt[:, :8], xt[:, 8:16]
+    check(model.denoise_hidden(first, caches[0], t[:, 0], at), model.denoise_hidden(first, caches[0], t[:, 0]))
+    check(model.commit_and_denoise_hidden(x0[:, 24:], second, caches[0], t[:, 1], at),
+          model.commit_and_denoise_hidden(x0[:, 24:], second, caches[1], t[:, 1]))
+    for a, b in zip(*(cache.layers for cache in caches)):
+        for i, n in enumerate(caches[0].lengths.tolist()):
+            for part, other in zip(a, b):
+                keys = part.size(2) == 24               # of which what is behind the length may be anything
+                torch.testing.assert_close(*((u[i, :, :n] if keys else u[i]) for u in (part, other)))
+
+
 @block_models
 def test_a_cache_grows_with_its_length_in_attention_layers_alone(name):
     """By their keys and values; Mamba layers keep a constant state, the scan's part of it in fp32."""

@@ -102,6 +102,11 @@ def test_cached_attention_ignores_what_lies_beyond_each_rows_length():
     for i, n in enumerate(lengths):
         ks, vs = torch.cat([keys[i, :, :n], k[i]], 1), torch.cat([values[i, :, :n], v[i]], 1)
         torch.testing.assert_close(out[i], (q[i] @ ks.mT / e ** 0.5).softmax(-1) @ vs)
+    some = [2, 0, 2, 1, 3]                              # queries of a block may be any, in any number
+    for held in (lengths, [8, 8, 8]):
+        keys, values, held = keys.nan_to_num(), values.nan_to_num(), torch.tensor(held)
+        part, whole = (ops.cached_attention(u, k, v, keys, values, held, l) for u in (q[:, :, some], q))
+        torch.testing.assert_close(part, whole[:, :, some])
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 100, 10 ** 6])
