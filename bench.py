@@ -295,8 +295,7 @@ def new_decoder(model, cache, l):
     """A decoder of the active block of l tokens, and what a row says of it: whether its steps are
     CUDA graphs or eager, and the seconds that compiling and capturing took."""
     dev, started, c = cache.lengths.device, time.perf_counter(), model.config
-    generators = [torch.Generator(dev).manual_seed(0)]
-    sampler = Sampler(generators, tokens_per_step=tokens_per_step, mask_id=c.mask_id)
+    sampler = Sampler([0], tokens_per_step=tokens_per_step, mask_id=c.mask_id)
     decoder = make_decoder("auto" if dev.type == "cuda" else "fused", model, cache, sampler, l)
     synchronize(dev)
     return decoder, dict(engine="graphs" if decoder.graphs else "eager",

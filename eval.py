@@ -34,7 +34,7 @@ from configurator import ConfigError, check, check_file, configure, script
 from data import DataError, TokenData, get_tokenizer, load_questions, sha256, task_paths
 from model import PAPER_PARAMS, ModelError
 from prepare import need
-from train import Parallel, bits_per_byte, noise_generators
+from train import Parallel, bits_per_byte, noise_generators, noise_seeds
 
 # ---------------------------------------------------------------------------------------------
 # Settings
@@ -393,7 +393,7 @@ def continuations(model, prompts, parallel):
     mine = range(parallel.rank, n, parallel.world)
     with progress(parallel, "generation", len(mine) * length, "tok") as bar:
         for rows in batches(mine, batch_size):
-            sampler = sample.Sampler(noise_generators(seed, rows), mask_id=c.mask_id,
+            sampler = sample.Sampler(noise_seeds(seed, rows), mask_id=c.mask_id,
                                      tokens_per_step=tokens_per_step or max(block // 16, 1))
             done = sample.generate(model, list(prompts[list(rows)]), length, sampler)
             made[rows] = torch.stack(done.tokens)[:, m:].cpu()

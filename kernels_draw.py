@@ -1,11 +1,13 @@
 """
 Triton kernels for what follows the logits of a decoding step, twins of the functions of ops.py.
 
-  gumbel_argmax   the largest of logits plus Gumbel noise. Both are read once, where the same lines in
-                  PyTorch pass over them five times, in fp64.
+  uniform         random numbers of a seed and counters: one kernel, where Philox's ten rounds in PyTorch
+                  are more than a hundred.
+  gumbel_argmax   the largest of logits plus Gumbel noise, which is made where it is used: nothing is read
+                  but logits, once.
   unmask          writes drawn tokens where masks are: one kernel for four.
 
-Without a GPU, Triton's interpreter tests them:    python -m pytest tests/test_kernels.py -k "gumbel or unmask"
+Without a GPU, Triton's interpreter tests them:    python -m pytest tests/test_kernels.py -k "draw or unmask"
 """
 import torch
 import triton
@@ -14,24 +16,50 @@ from torch import Tensor
 
 from kernels import operator, rowwise
 
-SHARE, TILE = 1024, 512  # logits of one program, and of one turn of its loop
+SHARE, TILE = 512, 256  # pairs of logits of one program, and of one turn of its loop
 
 
 @triton.jit
-def gumbel_argmax_kernel(logits, noise, value, index, v, stride,
+def fp64(high, low):
+    """52 of their 64 random bits as a number on (0, 1)."""
+    bits = (high.to(tl.uint64) << 20) | (low >> 12).to(tl.uint64)
+    return (bits.to(tl.int64).to(tl.float64) + 0.5) * 2.0 ** -52
+
+
+@triton.jit
+def uniform_kernel(out, purpose, seed, step, begin, n, steps, N: tl.constexpr):
+    """N of the n variates of one row; `steps` is the stride of step."""
+    row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * N + tl.arange(0, N)
+    high, low, _, _ = tl.philox(tl.load(seed + row), tl.zeros_like(k) + purpose, k,
+                                tl.load(step + row * steps).to(tl.int32), tl.load(begin + row).to(tl.int32))
+    tl.store(out + row * n + k, fp64(high, low), mask=k < n)
+
+
+@triton.jit
+def better(best, token, logits, k, v, u):
+    """The best of each lane and its token, after logits of tokens k with noise by u."""
+    x = tl.load(logits + k, mask=k < v, other=float("-inf")).to(tl.float64) - tl.log(-tl.log(u))
+    return tl.maximum(x, best), tl.where(x > best, k, token)
+
+
+@triton.jit
+def gumbel_argmax_kernel(logits, at, seed, step, begin, value, index, m, v, half, stride, steps,
                          SHARE: tl.constexpr, TILE: tl.constexpr):
-    """The best of SHARE logits of one row, and where it is."""
+    """The best of SHARE pairs of logits of one position, and where it is."""
     row, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, logits = row // m, logits + row * stride
+    key, position = tl.load(seed + b), tl.load(at + row).to(tl.int32)
+    now, where = tl.load(step + b * steps).to(tl.int32), tl.load(begin + b).to(tl.int32)
     best = tl.full((TILE,), float("-inf"), tl.float64)
-    at = tl.zeros((TILE,), tl.int32) + share * SHARE
-    for i in range(share * SHARE, tl.minimum(share * SHARE + SHARE, v), TILE):
+    token = tl.zeros((TILE,), tl.int32)
+    for i in range(share * SHARE, tl.minimum(share * SHARE + SHARE, half), TILE):
         k = i + tl.arange(0, TILE)
-        x = tl.load(logits + row * stride + k, mask=k < v, other=float("-inf")).to(tl.float64)
-        x -= tl.log(tl.load(noise + row * v + k, mask=k < v, other=1.0))
-        at, best = tl.where(x > best, k, at), tl.maximum(x, best)
+        r0, r1, r2, r3 = tl.philox(key, k, position, now, where)
+        best, token = better(best, token, logits, k, half, fp64(r0, r1))
+        best, token = better(best, token, logits, k + half, v, fp64(r2, r3))
     top, out = tl.max(best, 0), row * tl.num_programs(1) + share
     tl.store(value + out, top)
-    tl.store(index + out, tl.min(tl.where(best == top, at, v - 1), 0).to(tl.int64))
+    tl.store(index + out, tl.min(tl.where(best == top, token, v - 1), 0).to(tl.int64))
 
 
 @triton.jit
@@ -52,16 +80,24 @@ def unmask_kernel(xt, at, drawn, mask, l, p, P: tl.constexpr):
     tl.store(ptr, tl.load(drawn + row * p + j, mask=j < p, other=0), mask=(j < p) & (held == mask))
 
 
-@operator(lambda logits, exponential: exponential.new_empty(exponential.shape[:-1], dtype=torch.long))
-def gumbel_argmax(logits: Tensor, exponential: Tensor) -> Tensor:
-    """logits (..., v), exponential (..., v) fp64 -> (...) int64"""
-    v, noise = logits.shape[-1], exponential.contiguous()
-    rows = rowwise(logits).reshape(-1, v)
-    value = noise.new_empty(len(rows), triton.cdiv(v, SHARE))
+def uniform(n, purpose, seed, step, begin):
+    """As ops.uniform."""
+    out, N = torch.empty(len(seed), n, dtype=torch.float64, device=seed.device), 256
+    uniform_kernel[len(seed), triton.cdiv(n, N)](out, purpose, seed, step, begin, n, step.stride(0), N=N)
+    return out
+
+
+@operator(lambda logits, at, *_: torch.empty_like(at))
+def gumbel_argmax(logits: Tensor, at: Tensor, seed: Tensor, step: Tensor, begin: Tensor) -> Tensor:
+    """As ops.gumbel_argmax: logits (b, m, v), at (b, m), the others (b,)"""
+    m, v = logits.shape[1:]
+    half, rows = triton.cdiv(v, 2), rowwise(logits).reshape(-1, v)
+    value = rows.new_empty(len(rows), triton.cdiv(half, SHARE), dtype=torch.float64)
     index = torch.empty_like(value, dtype=torch.long)
     gumbel_argmax_kernel[value.shape](
-        rows, noise, value, index, v, rows.stride(0), SHARE=SHARE, TILE=TILE, num_warps=4)
-    out = index.new_empty(logits.shape[:-1])
+        rows, at.contiguous(), seed, step, begin, value, index, m, v, half, rows.stride(0), step.stride(0),
+        SHARE=SHARE, TILE=TILE, num_warps=4)
+    out = torch.empty_like(at)
     best_kernel[out.numel(),](value, index, out, value.shape[1], v, S=triton.next_power_of_2(value.shape[1]))
     return out
 

@@ -655,7 +655,8 @@ class BlockDiffusionLM(nn.Module):
     def generate_naive(self, prompt, length, decode_block):
         """
         Generation without a cache, the oracle for sample.py: every denoising step runs all blocks.
-        prompt (b, m); decode_block(xt, logits_fn) -> x0 as in sample.py. Returns (b, m + length).
+        prompt (b, m); decode_block(xt, logits_fn, begin) -> x0, where begin is how many tokens precede
+        the block, as in sample.py. Returns (b, m + length).
         """
         tokens, total = prompt, prompt.size(1) + length
         while tokens.size(1) < total:
@@ -668,7 +669,7 @@ class BlockDiffusionLM(nn.Module):
                 x = torch.cat([tokens[:, :start], xt], 1)
                 t = t[:, None].expand(-1, x.size(1) // l)
                 return self.all_block_logits(x, x, t)[:, start:]
-            tokens = torch.cat([tokens[:, :start], decode_block(xt, logits_fn)], 1)
+            tokens = torch.cat([tokens[:, :start], decode_block(xt, logits_fn, start)], 1)
         return tokens[:, :total]
 
 

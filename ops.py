@@ -9,6 +9,7 @@ The heavy operations of a block-diffusion Mamba-2 / attention hybrid, each with 
   cached_attention      one chunk against a key/value cache and itself
   add_norm              what a layer adds to the residual stream, and the norm that reads it
   linear_cross_entropy  head and loss over masked positions, never holding (b, s, v) logits
+  uniform               random numbers that are a function of a seed and counters
   gumbel_argmax         a draw from a softmax
   unmask                what is drawn becomes known
 
@@ -546,17 +547,57 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (grad * d_hidden).to(d_hidden.dtype), (grad * d_head).to(ctx.head_dtype), None, None, None
 
 
-def gumbel_argmax(logits, exponential):
+# ----------------------------------------------------------------------------------------------
+# Draws. They have no generator whose state moves on: a random number is a function of its row's seed and of
+# what it is for. So it does not depend on the rows beside it, the engine or the device, and a CUDA graph, or a
+# loop on the device, draws without a word from the host.
+
+def philox(seed, *counters):
+    """Four random words of a seed and four counters, int64 tensors that broadcast; of counters the lower 32
+    bits count, and words have as many: Philox4x32-10 (Salmon et al. 2011)."""
+    low = 0xFFFFFFFF
+    a, b, c, d = (n & low for n in counters)
+    k0, k1 = seed & low, (seed >> 32) & low
+    for _ in range(10):
+        x, y = a * 0xD2511F53, c * 0xCD9E8D57           # of 64 bits, unsigned but for what >> makes of them
+        a, b, c, d = ((y >> 32) & low) ^ (b ^ k0), y & low, ((x >> 32) & low) ^ (d ^ k1), x & low
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    return a, b, c, d
+
+
+def _uniforms(seed, *counters):
+    """Two variates on (0, 1) of each, fp64 with 52 random bits: never 0 or 1."""
+    a, b, c, d = philox(seed, *counters)
+    return tuple(((high << 20 | low >> 12).double() + 0.5) * 2.0 ** -52 for high, low in ((a, b), (c, d)))
+
+
+def uniform(n, purpose, seed, step, begin):
+    """n variates on (0, 1) for each row, (b, n) fp64. purpose: a number below 0, for tokens have those above;
+    seed (b,) of rows; step (b,) of a block and begin (b,), where the block begins; all int64."""
+    if KERNELS["draw"] == "triton":
+        import kernels_draw
+        return kernels_draw.uniform(n, purpose, seed, step, begin)
+    which = torch.arange(n, device=seed.device)
+    return _uniforms(seed[:, None], torch.full_like(which, purpose), which, step[:, None], begin[:, None])[0]
+
+
+def gumbel_argmax(logits, at, seed, step, begin):
     """
     Draws from softmax(logits): minus the log of an exponential variate is a Gumbel one, and the largest
-    of logits and Gumbel noise is such a draw. logits (b, m, v); exponential (b, m, v) fp64, positive: fp32
-    noise would truncate the tail of that distribution and sharpen samples (arXiv 2409.02908). Returns
-    (b, m) int64.
+    of logits and Gumbel noise is such a draw. logits (b, m, v) of the positions at (b, m) of a block; seed,
+    step and begin as for `uniform`. The noise is fp64: in fp32 the tail of that distribution would be cut off
+    and samples sharper (arXiv 2409.02908). Returns (b, m) int64.
     """
     if KERNELS["draw"] == "triton":
         import kernels_draw
-        return kernels_draw.gumbel_argmax(logits, exponential)
-    return (logits.double() - exponential.log()).argmax(-1)
+        return kernels_draw.gumbel_argmax(logits, at, seed, step, begin)
+    v, drawn = logits.size(-1), []
+    seed, step, begin = (x[:, None, None] for x in (seed, step, begin))
+    pairs, few = torch.arange(-(-v // 2), device=logits.device), max(1, 2 ** 17 // v)   # few stay in a CPU's cache
+    for x, position in zip(logits.split(few, 1), at[..., None].split(few, 1)):
+        u = torch.cat(_uniforms(seed, pairs, position, step, begin), -1)[..., :v]
+        drawn.append((x.double() - (-u.log()).log()).argmax(-1))
+    return torch.cat(drawn, 1)
 
 
 def unmask(xt, at, drawn, mask_id):

@@ -72,11 +72,10 @@ def check_decoder(settings):
 @dataclasses.dataclass
 class Sampler:
     """
-    How masked tokens become text. `generators`: one torch.Generator per row, so that a row's draws
-    do not depend on the rows beside it. Generators on the CPU make draws independent of the device;
-    CUDA graphs need generators on the GPU.
+    How masked tokens become text. `seeds`: an int for each row. Draws are a function of a row's seed, the
+    position and the step, see ops.uniform: rows with the same seed and prompt come out alike.
     """
-    generators: list
+    seeds: list
     order: str = "random"
     tokens_per_step: int = 16
     threshold: float = 0.9
@@ -87,28 +86,19 @@ class Sampler:
 
     def __post_init__(self):
         check_decoder(vars(self))
-        if not self.generators:
-            raise ConfigError("there are no generators; give one for each row")
+        if not self.seeds:
+            raise ConfigError("there are no seeds; give one for each row")
         if self.order == "first_hitting":
             self.tokens_per_step = 1
 
-    def draw(self, kind, *shape, device):
-        """(b, *shape) fp64, uniform or exponential variates by kind; row i from generators[i]."""
-        rows = [torch.empty(1, *shape, dtype=torch.float64, device=g.device) for g in self.generators]
-        for row, g in zip(rows, self.generators):
-            getattr(row, kind + "_")(generator=g)
-        return (rows[0] if len(rows) == 1 else torch.cat(rows)).to(device)
-
-    def pick(self, logits):
-        """Draws tokens (b, m) from logits (b, m, v) after temperature and cuts."""
+    def pick(self, logits, at, *key):
+        """Draws tokens (b, m) from logits (b, m, v) of positions at (b, m) after temperature and cuts; key:
+        what ops.gumbel_argmax wants to know."""
         if self.temperature == 0:
             return logits.argmax(-1)
         if self.temperature != 1:
             logits = logits.double() / self.temperature
-        noise = self.draw("exponential", *logits.shape[1:], device=logits.device)
-        if self.generators[0].device.type == "cpu":     # where a draw may be 0; on a GPU none is
-            noise.clamp_(min=torch.finfo(noise.dtype).tiny)
-        return ops.gumbel_argmax(cut(logits, self.top_k, self.top_p), noise)
+        return ops.gumbel_argmax(cut(logits, self.top_k, self.top_p), at, *key)
 
 
 def cut(logits, top_k, top_p):
@@ -126,6 +116,7 @@ def cut(logits, top_k, top_p):
 
 
 LOGITS = 2 ** 24                        # of one row at a time, where all positions need them
+ORDER, TIME = -1, -2                    # what ops.uniform is asked for
 
 
 class ActiveBlock:
@@ -147,16 +138,19 @@ class ActiveBlock:
         self.order = torch.arange(l + -l % self.p, device=device).repeat(b, 1) % l     # whole steps
         self.first = torch.arange(self.p, device=device).repeat(b, 1)          # of `order`
         self.next = self.first.clone()
+        self.begin = torch.zeros(b, dtype=torch.long, device=device)
+        self.key = torch.tensor(sampler.seeds, device=device), self.next[:, 0], self.begin     # of all draws
 
-    def start(self, xt):
-        """Takes on xt (b, l) and draws the order of its positions."""
+    def start(self, xt, begin):
+        """Takes on xt (b, l), which `begin` (b,) tokens precede, and draws the order of its positions."""
         sampler, l = self.sampler, xt.size(1)
         self.xt.copy_(xt)
+        self.begin.copy_(begin)
         self.rewind()
         masked = self.xt == sampler.mask_id
         self.t.copy_(masked.double().mean(1))
         if sampler.order in ("random", "first_hitting"):
-            ranks = sampler.draw("uniform", l, device=self.xt.device)
+            ranks = ops.uniform(l, ORDER, *self.key)
             self.order[:, :l] = ranks.masked_fill(~masked, 2).argsort(1)       # known tokens last
             self.order[:, l:] = self.order[:, :1]       # fills the last step up: known by then
 
@@ -169,7 +163,7 @@ class ActiveBlock:
         at (b, n), None for all of them; t (b,) is the masked fraction of each row, or None."""
         sampler, xt = self.sampler, self.xt
         if sampler.order == "first_hitting":            # the largest of m uniforms on (0, t)
-            u = sampler.draw("uniform", 1, device=xt.device)[:, 0]
+            u = ops.uniform(1, TIME, *self.key)[:, 0]
             self.t *= u ** (1 / (xt == sampler.mask_id).sum(1).clamp(min=1))
         elif self.timed:
             self.t.copy_((xt == sampler.mask_id).double().mean(1))
@@ -177,21 +171,23 @@ class ActiveBlock:
         at = self.order.gather(1, self.next) if in_order else None
         logits_of = score(xt, self.t.float() if self.timed else None, at)
         if in_order:
-            self.next += self.p
-            ops.unmask(xt, at, sampler.pick(logits_of(slice(None))), sampler.mask_id)
+            ops.unmask(xt, at, sampler.pick(logits_of(slice(None)), at, *self.key), sampler.mask_id)
         else:
             masked = xt == sampler.mask_id
             drawn, chosen = self.surest(logits_of, masked)
             xt.copy_(torch.where(chosen & masked, drawn, xt))
+        self.next += self.p
 
     def surest(self, logits_of, masked):
         """Draws a token for every position, and says which are revealed for their probability: both
-        (b, l). Logits are made for a few positions at a time: a window may have 65,536. How many does
-        not depend on b, lest a row's draws do."""
-        sampler, drawn, sure, few = self.sampler, [], [], max(1, LOGITS // (self.sampler.mask_id + 1))
+        (b, l). Logits are made for a few positions at a time: a window may have 65,536."""
+        sampler, drawn, sure = self.sampler, [], []
+        positions = torch.arange(masked.size(1), device=masked.device).expand_as(masked)
+        few = max(1, LOGITS // (sampler.mask_id + 1))
         for i in range(0, masked.size(1), few):
-            logits = logits_of(slice(i, i + few))                              # (b, m, v)
-            drawn.append(sampler.pick(logits))
+            some = slice(i, i + few)
+            logits = logits_of(some)                                           # (b, m, v)
+            drawn.append(sampler.pick(logits, positions[:, some], *self.key))
             sure.append(logits.softmax(-1).gather(2, drawn[-1][..., None])[..., 0])
         drawn, sure = torch.cat(drawn, 1), torch.cat(sure, 1).masked_fill(~masked, -1)
         by_threshold = sampler.order == "threshold"
@@ -200,17 +196,10 @@ class ActiveBlock:
         return drawn, chosen | (sure >= sampler.threshold) if by_threshold else chosen
 
     def finish(self, step, counts, on_step=None):
-        """
-        Calls step() until nothing is masked; counts: masked tokens of each row. A row that is done
-        before the others must seem to draw nothing, so its generator is put back. Only
-        order=threshold has to ask the device, once a step, how many tokens are left.
-        """
+        """Calls step() until nothing is masked; counts: masked tokens of each row. Only order=threshold has
+        to ask the device, once a step, how many tokens are left."""
         while any(n > 0 for n in counts):
-            idle = [g for g, n in zip(self.sampler.generators, counts) if n <= 0]
-            states = [g.get_state() for g in idle]
             step()
-            for g, state in zip(idle, states):
-                g.set_state(state)
             if self.sampler.order == "threshold":
                 counts = (self.xt == self.sampler.mask_id).sum(1).tolist()
             else:
@@ -220,14 +209,15 @@ class ActiveBlock:
         return self.xt
 
 
-def decode_block(xt, logits_fn, sampler, on_step=None):
+def decode_block(xt, logits_fn, sampler, on_step=None, begin=0):
     """
     Unmasks one block, the plain way. xt (b, l): known tokens, or the mask. logits_fn(xt, t) ->
-    (b, l, v), t (b,) the masked fraction of each row. Returns x0 (b, l) without masks. Known tokens
-    never change. on_step(xt) sees the block after every step, in a tensor that the next one changes.
+    (b, l, v), t (b,) the masked fraction of each row. begin, or (b,): how many tokens precede it, for
+    draws. Returns x0 (b, l) without masks. Known tokens never change. on_step(xt) sees the block after
+    every step, in a tensor that the next one changes.
     """
     block = ActiveBlock(*xt.shape, sampler, xt.device)
-    block.start(xt)
+    block.start(xt, torch.as_tensor(begin))
 
     def score(xt, t, at):
         logits = take(logits_fn(xt, t), at)
@@ -249,7 +239,7 @@ class BlockDecoder(ActiveBlock):
     """
 
     def __init__(self, model, cache, sampler, block_len, graphs):
-        super().__init__(len(sampler.generators), block_len, sampler, model.embed.weight.device,
+        super().__init__(len(sampler.seeds), block_len, sampler, model.embed.weight.device,
                          model.config.time_conditioning)
         self.model, self.cache = model, cache
         self.finished = self.xt.clone()                 # the block before, to be committed
@@ -269,7 +259,6 @@ class BlockDecoder(ActiveBlock):
 
     def capture(self):
         """Records both kinds of step as CUDA graphs. The cache must be empty, and is afterwards."""
-        states = [g.get_state() for g in self.sampler.generators]
         for commit in (False, True) if self.cache.max_len else (False,):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
@@ -280,15 +269,11 @@ class BlockDecoder(ActiveBlock):
             torch.cuda.current_stream().wait_stream(side)
             self.clear()
             graph = torch.cuda.CUDAGraph()
-            for g in self.sampler.generators:
-                graph.register_generator_state(g)
             # A recording that fails leaves its own stream behind as the current one, hence the first.
             with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
                 self.step(commit)
             self.graphs[commit] = graph
         self.clear()
-        for g, state in zip(self.sampler.generators, states):
-            g.set_state(state)
 
     def clear(self):
         self.rewind()
@@ -304,7 +289,7 @@ class BlockDecoder(ActiveBlock):
             self.passes, commit = self.passes + 1, False
 
         self.finished.copy_(self.xt)
-        self.start(xt)
+        self.start(xt, self.cache.lengths + len(xt[0]) if commit else self.cache.lengths)
         return self.finish(step, torch.as_tensor(counts).expand(len(xt)).tolist(), on_step)
 
 
@@ -323,8 +308,8 @@ def generate(model, prompts, length, sampler, stop_token=None, on_block=None, on
     """
     Continues every prompt by `length` tokens.
 
-    prompts: list of 1-D int64 tensors, possibly of different lengths; sampler: Sampler with one
-    generator per prompt; stop_token: end a row after it. on_block(row, tokens) is called with the
+    prompts: list of 1-D int64 tensors, possibly of different lengths; sampler: Sampler with one seed
+    per prompt; stop_token: end a row after it. on_block(row, tokens) is called with the
     new tokens of a row after each block, on_step(xt) after each denoising step, on_read(n) whenever
     n more tokens of a prompt have been read. engine: "simple", "fused" (BlockDecoder), "graphs"
     (the same in CUDA graphs), or "auto": see `make_decoder`. prefix: a Prefix that comes before
@@ -337,6 +322,8 @@ def generate(model, prompts, length, sampler, stop_token=None, on_block=None, on
         prompts = [torch.cat([prefix.tokens, p.cpu()]) for p in prompts]
     totals = [len(p) + length for p in prompts]
     l, starts, n_blocks = plan(c, prompts, length)
+    if len(sampler.seeds) != len(prompts):
+        raise ConfigError(f"the sampler has {len(sampler.seeds)} seeds; give it {len(prompts)}, one for each prompt")
     cache = model.new_cache(len(prompts), max(starts) + (n_blocks - 1) * l, l)
     decoder = make_decoder(engine, model, cache, sampler, l)
     rows = read_prompts(model, cache, prompts, starts, prefix, on_read)
@@ -358,7 +345,7 @@ def generate(model, prompts, length, sampler, stop_token=None, on_block=None, on
             if block:
                 model.commit(x0, cache)
                 passes += 1
-            x0 = decode_block(active, logits_fn, sampler, on_step)
+            x0 = decode_block(active, logits_fn, sampler, on_step, cache.lengths)
         for i in range(len(rows)):
             known = max(len(prompts[i]), len(rows[i]))
             rows[i] = torch.cat([rows[i], x0[i]])[:totals[i]]
@@ -425,16 +412,13 @@ def make_decoder(wanted, model, cache, sampler, block_len):
     check(dict(engine=wanted), choices=dict(engine=ENGINES))
     if wanted == "simple" or (wanted == "auto" and not model.embed.weight.is_cuda):
         return None
-    why, states = why_no_graphs(model, sampler), [g.get_state() for g in sampler.generators]
+    why = why_no_graphs(model)
     if wanted != "fused" and not why:
         try:
             return BlockDecoder(model, cache, sampler, block_len, True)
         except RuntimeError as error:
             why = f"one could not be recorded: {str(error).splitlines()[0]}"
-            cache.clear()                               # generators in a broken recording are lost
-            sampler.generators = [torch.Generator(g.device) for g in sampler.generators]
-            for g, state in zip(sampler.generators, states):
-                g.set_state(state)
+            cache.clear()
     if wanted == "graphs":
         raise ConfigError(f"no CUDA graphs: {why}")
     if wanted == "auto":
@@ -442,12 +426,10 @@ def make_decoder(wanted, model, cache, sampler, block_len):
     return BlockDecoder(model, cache, sampler, block_len, False)
 
 
-def why_no_graphs(model, sampler):
+def why_no_graphs(model):
     """What stands in the way of CUDA graphs; empty if nothing does."""
     if not model.embed.weight.is_cuda:
         return "the model is on the CPU; choose another engine"
-    if any(g.device.type != "cuda" for g in sampler.generators):
-        return "the generators are on the CPU; make them on the model's device"
     if ops.KERNELS["cached"] != "triton" and not model.config.full_sequence:
         return "they need the Triton kernels (--kernels=auto, pip install triton)"
     return ""
@@ -600,12 +582,12 @@ def main():
     whole = torch.cat([prefix.tokens, tokens]) if prefix else tokens
     _, (start, *_), _ = plan(c, [whole] * num_samples, length)
     block = len(whole) + length if c.full_sequence else c.block_len
-    generators = [torch.Generator(dev).manual_seed(seed + i) for i in range(num_samples)]
-    sampler = Sampler(generators, order, tokens_per_step or max(block // 16, 1), threshold, temperature,
+    seeds = [(seed + i) % 2 ** 63 for i in range(num_samples)]
+    sampler = Sampler(seeds, order, tokens_per_step or max(block // 16, 1), threshold, temperature,
                       top_k, top_p, c.mask_id)
     if save_cache:
         need_cache(model)
-    if engine == "graphs" and (why := why_no_graphs(model, sampler)):
+    if engine == "graphs" and (why := why_no_graphs(model)):
         raise ConfigError(f"no CUDA graphs: {why}")
     print(f"{n_params:,} parameters on {dev}, {chosen}, order {order}, "
           f"{sampler.tokens_per_step} tokens a step, seed {seed}", file=sys.stderr)

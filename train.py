@@ -197,10 +197,15 @@ def transfer_lr(small_lr, width, depth, batch, tokens):
     return small_lr * width ** -1 * depth ** -0.5 * batch ** 0.5 * tokens ** -0.5
 
 
-def noise_generators(seed, samples):
-    """One CPU generator per sample number, so that a sequence's noise does not depend on its batch."""
+def noise_seeds(seed, samples):
+    """A seed of its own for each sample number, so that a sequence's noise does not depend on its batch."""
     seeds = (np.random.SeedSequence([seed, int(i)]).generate_state(1, np.uint64)[0] for i in samples)
-    return [torch.Generator().manual_seed(int(s) & (2 ** 63 - 1)) for s in seeds]
+    return [int(s) & (2 ** 63 - 1) for s in seeds]
+
+
+def noise_generators(seed, samples):
+    """CPU generators with these seeds."""
+    return [torch.Generator().manual_seed(s) for s in noise_seeds(seed, samples)]
 
 
 def train_flops(config, s, masked=0.5):

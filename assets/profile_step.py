@@ -62,7 +62,7 @@ def denoising_step(config, dev):
     if dev.type == "cuda":
         model.compile_layers("denoise", "commit_and_denoise")
     cache = model.new_cache(1, config.block_len)
-    sampler = Sampler([torch.Generator(dev).manual_seed(0)], mask_id=config.mask_id)
+    sampler = Sampler([0], mask_id=config.mask_id)
     decoder = make_decoder("auto" if dev.type == "cuda" else "fused", model, cache, sampler, config.block_len)
 
     def step():

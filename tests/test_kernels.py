@@ -403,7 +403,7 @@ def test_generation_by_all_kernels_gives_the_tokens_of_the_plain_model(monkeypat
             p.add_(0.05 * torch.randn_like(p))
 
     def tokens(engine):
-        sampler = Sampler([torch.Generator().manual_seed(i) for i in (0, 1)], tokens_per_step=8, mask_id=49)
+        sampler = Sampler([0, 1], tokens_per_step=8, mask_id=49)
         return generate(model, [torch.arange(20), torch.arange(7)], 16, sampler, engine=engine).tokens
     want = tokens("simple")
     fold.prepare_for_inference(model, torch.float32)
@@ -430,7 +430,8 @@ def test_operators_declare_the_shapes_that_they_return(monkeypatch):
             (kernels_conv.causal_conv_forward, (u, w, bias, u[:, :3])),
             (kernels_conv.causal_conv_backward, (u, u, w, bias, u[:, :3])),
             (kernels_mixer.gated_norm, (u, u, randn(32))),
-            (kernels_draw.gumbel_argmax, (u, u.double().exp())),
+            (kernels_draw.gumbel_argmax, (u, *(torch.zeros(*s, dtype=torch.long, device=DEVICE)
+                                               for s in ((2, 9), (2,), (2,), (2,))))),
             (kernels_residual.add_norm, (u, randn(2, 2, 9, 32), randn(2, 9, 2, 3).abs(), randn(32), randn(32), None)),
             (kernels.ssd_both_forward, (both, dt2, -A2, -A2, u2, u2, A2, randn(2, 2, 16, 16), both)),
             (kernels.ssd_pairs_forward, (both, dt2, -A2, -A2, u2, u2, A2, randn(1, 2, 16, 16), both)),
@@ -520,20 +521,25 @@ def test_residual_addition_and_norm_equal_their_twin(monkeypatch, parts, ways, b
 def test_gumbel_argmax_equals_its_twin(monkeypatch, v, dtype):
     logits = (3 * randn(2, 3, v + 9)).to(dtype)[..., :v]       # as of a head with padding
     logits[0, 1, v // 2:] = float("-inf")
-    noise = torch.empty(2, 3, v, dtype=torch.float64, device=DEVICE).exponential_()
-    want = ops.gumbel_argmax(logits, noise)
+    at = torch.tensor([[5, 0, 7], [2, 2, 300_000]], device=DEVICE)
+    seed, step, begin = (torch.tensor(x, device=DEVICE) for x in ([3, 2 ** 62 + 5], [[0, 9], [16, 9]], [256, 0]))
+    key = at, seed, step[:, 0], begin                          # step is a column of a wider tensor
+    want = ops.gumbel_argmax(logits, *key)
     monkeypatch.setitem(ops.KERNELS, "draw", "triton")
-    assert torch.equal(ops.gumbel_argmax(logits, noise), want) and want.shape == (2, 3)
+    assert torch.equal(ops.gumbel_argmax(logits, *key), want) and want.shape == (2, 3)
     logits[1, 2, :] = float("-inf")
     logits[1, 2, v - 1] = -80.0
-    assert ops.gumbel_argmax(logits, noise)[1, 2] == v - 1
-    noise.fill_(1.0)
-    for at in ([2, 5], [0, v // 2, v - 1], [v - 2, v - 1]):    # of equals the first wins
-        logits[1, 2, at] = 90.0
-        assert ops.gumbel_argmax(logits, noise)[1, 2] == at[0]
-        noise[1, 2, at[-1]] = 1 - 1e-12                        # what is ahead by less than fp32 sees, too
-        assert ops.gumbel_argmax(logits, noise)[1, 2] == at[-1]
-        noise[1, 2, at[-1]], logits[1, 2, at] = 1.0, -90.0
+    assert ops.gumbel_argmax(logits, *key)[1, 2] == v - 1
+
+
+def test_uniform_equals_its_twin(monkeypatch):
+    seed, step, begin = (torch.tensor(x, device=DEVICE) for x in ([0, 2 ** 63 - 1], [[0, 3], [7, 3]], [2 ** 31, 5]))
+    for n, purpose in ((1, -2), (300, -1)):
+        got = []
+        for choice in ("torch", "triton"):
+            monkeypatch.setitem(ops.KERNELS, "draw", choice)
+            got.append(ops.uniform(n, purpose, seed, step[:, 0], begin))
+        assert got[0].shape == (2, n) and torch.equal(*got)
 
 
 @pytest.mark.parametrize("p", [1, 3, 8])

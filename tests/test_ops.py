@@ -109,6 +109,34 @@ def test_cached_attention_ignores_what_lies_beyond_each_rows_length():
         torch.testing.assert_close(part, whole[:, :, some])
 
 
+def test_philox_gives_the_words_that_its_authors_publish():
+    """Known answers of Random123's philox4x32-10."""
+    def words(text):
+        return [int(word, 16) for word in text.split()]
+    for counters, key, want in (
+            ("0 0 0 0", "0 0", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+            ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+            ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1")):
+        low, high = words(key)
+        seed = low | (high - (high >> 31 << 32)) << 32  # as a signed number
+        assert [int(w) for w in ops.philox(*map(torch.tensor, (seed, *words(counters))))] == words(want)
+
+
+def test_draws_of_all_purposes_positions_steps_blocks_and_seeds_are_independent_and_uniform():
+    n = 400
+    zero, count, first = torch.zeros(n, dtype=torch.long), torch.arange(n), torch.zeros(1, dtype=torch.long)
+    u = torch.stack([
+        ops.uniform(n, -1, first, first, first)[0], ops.uniform(n, -2, first, first, first)[0],
+        ops.uniform(1, -1, count, zero, zero)[:, 0], ops.uniform(1, -1, zero, count, zero)[:, 0],
+        ops.uniform(1, -1, zero, zero, count)[:, 0], ops.uniform(1, -1, count << 32, zero, zero)[:, 0]])
+    assert (u > 0).all() and (u < 1).all() and len(u[:, 1:].unique()) == 6 * (n - 1)
+    assert (u.mean(1) - 0.5).abs().max() < 0.06 and (u.var(1) - 1 / 12).abs().max() < 0.01
+    assert (torch.corrcoef(u[:, 1:]) - torch.eye(6)).abs().max() < 0.2
+    many = [ops.gumbel_argmax(torch.zeros(1, n, 7), count[None], first + i, first, first) for i in range(50)]
+    assert (torch.bincount(torch.cat(many).flatten(), minlength=7) / (50 * n) - 1 / 7).abs().max() < 0.012
+    assert len(torch.cat(many).unique(dim=0)) == 50     # an odd vocabulary, of which the last pair is half
+
+
 @pytest.mark.parametrize("chunk_elements", [1, 100, 10 ** 6])
 def test_tiled_cross_entropy_equals_the_plain_one_with_gradients(chunk_elements):
     hidden = torch.randn(13, 6).double().requires_grad_()
