@@ -6,6 +6,7 @@ Triton kernels for what follows the logits of a decoding step, twins of the func
   gumbel_argmax   the largest of logits plus Gumbel noise, which is made where it is used: nothing is read
                   but logits, once.
   unmask          writes drawn tokens where masks are: one kernel for four.
+  go_on           tells a loop on the device (device_loop.py) whether masks are left.
 
 Without a GPU, Triton's interpreter tests them:    python -m pytest tests/test_kernels.py -k "draw or unmask"
 """
@@ -13,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import core
 
 from kernels import operator, rowwise
 
@@ -87,6 +89,26 @@ def uniform(n, purpose, seed, step, begin):
     return out
 
 
+@core.extern
+def set_conditional(handle, value, _semantic=None):
+    """cudaGraphSetConditional, which the assembler knows."""
+    types = core.dtype("int64"), core.dtype("int32")
+    return core.extern_elementwise("", "", [handle, value], {types: ("cudaGraphSetConditional", types[1])},
+                                   is_pure=False, _semantic=_semantic)
+
+
+@triton.jit
+def go_on_kernel(handle, xt, mask, n, N: tl.constexpr):
+    """The condition of the loop of that handle: how many of n tokens are masked."""
+    found = tl.zeros((N,), tl.int32)
+    for i in range(0, n, N):
+        k = i + tl.arange(0, N)
+        found += (tl.load(xt + k, mask=k < n, other=-1) == mask).to(tl.int32)
+    left, loop = tl.sum(found), tl.load(handle)
+    if loop != 0:
+        set_conditional(loop, left)
+
+
 @operator(lambda logits, at, *_: torch.empty_like(at))
 def gumbel_argmax(logits: Tensor, at: Tensor, seed: Tensor, step: Tensor, begin: Tensor) -> Tensor:
     """As ops.gumbel_argmax: logits (b, m, v), at (b, m), the others (b,)"""
@@ -108,3 +130,9 @@ def unmask(xt, at, drawn, mask_id):
     p = at.shape[1]
     unmask_kernel[len(xt),](
         xt, at.contiguous(), drawn.contiguous(), mask_id, xt.shape[1], p, P=triton.next_power_of_2(p))
+
+
+def go_on(handle, xt, mask_id):
+    """handle: an int64 of the device, see DeviceLoop; xt (b, l) int64"""
+    assert xt.is_contiguous()
+    go_on_kernel[1,](handle, xt, mask_id, xt.numel(), N=1024, num_warps=1)

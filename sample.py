@@ -197,7 +197,7 @@ class ActiveBlock:
 
     def finish(self, step, counts, on_step=None):
         """Calls step() until nothing is masked; counts: masked tokens of each row. Only order=threshold has
-        to ask the device, once a step, how many tokens are left."""
+        to ask the device, once a step, how many tokens are left. (Its graphs do without, see DeviceLoop.)"""
         while any(n > 0 for n in counts):
             step()
             if self.sampler.order == "threshold":
@@ -243,9 +243,15 @@ class BlockDecoder(ActiveBlock):
                          model.config.time_conditioning)
         self.model, self.cache = model, cache
         self.finished = self.xt.clone()                 # the block before, to be committed
-        self.passes, self.graphs = 0, {}
+        self.revealed = torch.zeros((), dtype=torch.long, device=self.xt.device)    # or p a step, of all blocks
+        self.graphs, self.loops = {}, {}
         if graphs:
             self.capture()
+
+    @property
+    def passes(self):
+        """Forward passes so far; asks the device."""
+        return int(self.revealed) // self.p
 
     def step(self, commit):
         """One denoising step, after committing the finished block if `commit`."""
@@ -259,6 +265,7 @@ class BlockDecoder(ActiveBlock):
 
     def capture(self):
         """Records both kinds of step as CUDA graphs. The cache must be empty, and is afterwards."""
+        loop = self.sampler.order == "threshold" and ops.KERNELS["draw"] == "triton"
         for commit in (False, True) if self.cache.max_len else (False,):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
@@ -268,12 +275,27 @@ class BlockDecoder(ActiveBlock):
                     self.step(commit)
             torch.cuda.current_stream().wait_stream(side)
             self.clear()
-            graph = torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph(keep_graph=loop)
             # A recording that fails leaves its own stream behind as the current one, hence the first.
             with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
                 self.step(commit)
             self.graphs[commit] = graph
         self.clear()
+        if loop:
+            self.capture_loops()
+
+    def capture_loops(self):
+        """Records both kinds of block, a step and plain ones until nothing is masked, where the driver can."""
+        import kernels_draw
+        from device_loop import DeviceLoop
+
+        def check(handle):
+            kernels_draw.go_on(handle, self.xt, self.sampler.mask_id)
+        check(torch.zeros((), dtype=torch.long, device=self.xt.device))        # compiles
+        try:
+            self.loops = {commit: DeviceLoop(graph, self.graphs[False], check) for commit, graph in self.graphs.items()}
+        except RuntimeError as error:
+            say_once(f"the host asks after every step whether it was a block's last: {error}")
 
     def clear(self):
         self.rewind()
@@ -286,11 +308,16 @@ class BlockDecoder(ActiveBlock):
         def step():
             nonlocal commit
             self.graphs[commit].replay() if self.graphs else self.step(commit)
-            self.passes, commit = self.passes + 1, False
+            commit = False
 
         self.finished.copy_(self.xt)
         self.start(xt, self.cache.lengths + len(xt[0]) if commit else self.cache.lengths)
-        return self.finish(step, torch.as_tensor(counts).expand(len(xt)).tolist(), on_step)
+        if self.loops and not on_step:
+            self.loops[commit].launch()
+        else:
+            self.finish(step, torch.as_tensor(counts).expand(len(xt)).tolist(), on_step)
+        self.revealed += self.next[0, 0]
+        return self.xt
 
 
 @dataclasses.dataclass

@@ -114,16 +114,20 @@ def call_everything():
     for e in (52, 64):                                   # head dimensions
         q, k, v = of(1, 17, 3, 256, e).unbind(2)
         caches = of(2, 1, 17, 8192, e)
-        kernels_attention.block_attention(q.transpose(1, 2), *caches, of(1, dtype=torch.long), k.transpose(1, 2),
-                                          v.transpose(1, 2))
+        for m in (256, 16):                              # queries: all, and those of the last layer
+            kernels_attention.block_attention(q[:, :, :m].transpose(1, 2), *caches, of(1, dtype=torch.long),
+                                              k.transpose(1, 2), v.transpose(1, 2))
         k = of(1, 16, 2 * 2048 - 256, e)
         for q in (k, of(1, 16, 2048, e)):                # both streams, and the noisy one alone
             out, lse = kernels_two_stream.two_stream_forward(q, k, k, 256, 0.1)
             kernels_two_stream.two_stream_backward(out, out, lse, q, k, k, 256, 0.1)
     token = of(1088)
     kernels_residual.add_norm(of(1, 256, 1088), of(2, 1, 256, 1088), of(1, 256, 2, h, dtype=fp32), token, token, token)
-    drawn = kernels_draw.gumbel_argmax(of(1, 16, 50258, dtype=fp32), of(1, 16, 50258, dtype=torch.float64))
-    kernels_draw.unmask(of(1, 256, dtype=torch.long), drawn, drawn, 50257)
+    count, xt = of(1, dtype=torch.long), of(1, 256, dtype=torch.long)
+    drawn = kernels_draw.gumbel_argmax(of(1, 16, 50258, dtype=fp32), xt[:, :16], count, xt[:, 0], count)
+    kernels_draw.uniform(256, -1, count, xt[:, 0], count)
+    kernels_draw.unmask(xt, drawn, drawn, 50257)
+    kernels_draw.go_on(count, xt, 50257)
     modules = (kernels, kernels_attention, kernels_conv, kernels_draw, kernels_mixer, kernels_residual,
                kernels_states, kernels_two_stream)
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}

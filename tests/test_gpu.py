@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+import device_loop
 import ops
 import sample
 from conftest import ARCHITECTURES
@@ -154,6 +155,36 @@ def test_cuda_graphs_give_the_tokens_of_the_plain_loop_in_every_decoder(monkeypa
         assert len(steps) == cut.forward_passes and steps[-1] == 0
         steps.clear()
     assert say_once.cache_info().currsize == 0          # auto took the graphs
+
+
+@pytest.mark.parametrize("order", sample.ORDERS)
+def test_the_host_never_waits_inside_a_block(order):
+    ops.select_kernels("auto", "cuda")
+    model = prepare_for_inference(gpu_model("mamba_h", block_len=64).cuda(), torch.float32)
+    cache, masks = model.new_cache(2, 64), torch.full((2, 64), 999, device="cuda")
+    decoder = sample.make_decoder("graphs", model, cache, Sampler([0, 1], order, 12, 0.02, mask_id=999), 64)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for commit in (False, True):
+            x0 = decoder.decode(masks, commit, 64)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (x0 != 999).all() and int(cache.lengths[0]) == 64
+    assert decoder.passes == {"first_hitting": 128, "threshold": decoder.passes}.get(order, 2 * 6)
+    assert decoder.passes > 2
+
+
+def test_without_a_loop_on_the_device_the_host_asks_and_says_why(monkeypatch, capsys):
+    ops.select_kernels("auto", "cuda")
+    model = prepare_for_inference(gpu_model("mamba_h", block_len=64).cuda(), torch.float32)
+    say_once.cache_clear()
+    looped = continue_prompts(model, (5, 70), "graphs", order="threshold")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(device_loop, "WHILE", 77)       # which no driver knows
+    asked = continue_prompts(model, (5, 70), "graphs", order="threshold")
+    assert all(torch.equal(a, b) for a, b in zip(looped.tokens, asked.tokens))
+    assert looped.forward_passes == asked.forward_passes
+    assert "the host asks after every step" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])
