@@ -175,7 +175,7 @@ class ActiveBlock:
         else:
             masked = xt == sampler.mask_id
             drawn, chosen = self.surest(logits_of, masked)
-            xt.copy_(torch.where(chosen & masked, drawn, xt))
+            torch.where(chosen & masked, drawn, xt, out=xt)
         self.next += self.p
 
     def surest(self, logits_of, masked):
@@ -189,11 +189,11 @@ class ActiveBlock:
             logits = logits_of(some)                                           # (b, m, v)
             drawn.append(sampler.pick(logits, positions[:, some], *self.key))
             sure.append(logits.softmax(-1).gather(2, drawn[-1][..., None])[..., 0])
-        drawn, sure = torch.cat(drawn, 1), torch.cat(sure, 1).masked_fill(~masked, -1)
-        by_threshold = sampler.order == "threshold"
-        best = sure.topk(1 if by_threshold else self.p, 1).indices
-        chosen = torch.zeros_like(masked).scatter(1, best, True)
-        return drawn, chosen | (sure >= sampler.threshold) if by_threshold else chosen
+        drawn, sure = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in (drawn, sure))
+        sure = torch.where(masked, sure, -1)
+        if sampler.order == "threshold":
+            return drawn, (sure >= sampler.threshold) | (positions == sure.argmax(1, keepdim=True))
+        return drawn, torch.zeros_like(masked).scatter_(1, sure.topk(self.p, 1).indices, True)
 
     def finish(self, step, counts, on_step=None):
         """Calls step() until nothing is masked; counts: masked tokens of each row. Only order=threshold has
