@@ -364,7 +364,7 @@ def full_sequence_rows(model, dev, ladder):
             decoder, about = new_decoder(model, model.new_cache(1, 0, length), length)
             def step():
                 decoder.rewind()
-                decoder.graphs[False].replay() if decoder.graphs else decoder.step(False)
+                decoder.graphs[False].replay() if decoder.graphs else decoder.denoise(False)
             median, row["spread"], first = measure(step, dev)
             about["capture_s"] += max(0, first - median)
             row.update(about, tok_per_s=tokens_per_step / median)

@@ -4,9 +4,9 @@ Triton kernels for what follows the logits of a decoding step, twins of the func
   uniform         random numbers of a seed and counters: one kernel, where Philox's ten rounds in PyTorch
                   are more than a hundred.
   gumbel_argmax   the largest of logits plus Gumbel noise, which is made where it is used: nothing is read
-                  but logits, once.
-  unmask          writes drawn tokens where masks are: one kernel for four.
-  go_on           tells a loop on the device (device_loop.py) whether masks are left.
+                  but logits, once. The noise is fp32, but as exact where it is large as anywhere.
+  unmask          writes drawn tokens where masks are, and looks up where the next will be.
+  go_on           tells a loop on the device (block_graph.py) whether masks are left.
 
 Without a GPU, Triton's interpreter tests them:    python -m pytest tests/test_kernels.py -k "draw or unmask"
 """
@@ -22,43 +22,46 @@ SHARE, TILE = 512, 256  # pairs of logits of one program, and of one turn of its
 
 
 @triton.jit
-def fp64(high, low):
-    """52 of their 64 random bits as a number on (0, 1)."""
-    bits = (high.to(tl.uint64) << 20) | (low >> 12).to(tl.uint64)
-    return (bits.to(tl.int64).to(tl.float64) + 0.5) * 2.0 ** -52
-
-
-@triton.jit
-def uniform_kernel(out, purpose, seed, step, begin, n, steps, N: tl.constexpr):
-    """N of the n variates of one row; `steps` is the stride of step."""
+def uniform_kernel(out, purpose, seed, step, begin, n, N: tl.constexpr):
+    """N of the n variates of one row."""
     row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * N + tl.arange(0, N)
     high, low, _, _ = tl.philox(tl.load(seed + row), tl.zeros_like(k) + purpose, k,
-                                tl.load(step + row * steps).to(tl.int32), tl.load(begin + row).to(tl.int32))
-    tl.store(out + row * n + k, fp64(high, low), mask=k < n)
+                                tl.load(step + row).to(tl.int32), tl.load(begin + row).to(tl.int32))
+    bits = (high.to(tl.uint64) << 20) | (low >> 12).to(tl.uint64)
+    tl.store(out + row * n + k, (bits.to(tl.int64).to(tl.float64) + 0.5) * 2.0 ** -52, mask=k < n)
 
 
 @triton.jit
-def better(best, token, logits, k, v, u):
-    """The best of each lane and its token, after logits of tokens k with noise by u."""
-    x = tl.load(logits + k, mask=k < v, other=float("-inf")).to(tl.float64) - tl.log(-tl.log(u))
+def gumbel(high, low):
+    """-log(-log(1 - u)), fp32, for a u of 52 random bits. Noise is large where u is small: there fp32 holds all
+    digits of u, and a series those of log(1 - u)."""
+    u = high.to(tl.float32) * 2.0 ** -32 + ((low >> 12).to(tl.float32) + 0.5) * 2.0 ** -52
+    series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6 + u * (1 / 7 + u / 8)))))))
+    return -tl.log(tl.where(u < 0.125, series, -tl.log(tl.maximum(1 - u, 2.0 ** -25))))
+
+
+@triton.jit
+def better(best, token, logits, k, v, high, low):
+    """The best of each lane and its token, after logits of tokens k and their noise."""
+    x = tl.load(logits + k, mask=k < v, other=float("-inf")).to(tl.float64) + gumbel(high, low).to(tl.float64)
     return tl.maximum(x, best), tl.where(x > best, k, token)
 
 
 @triton.jit
-def gumbel_argmax_kernel(logits, at, seed, step, begin, value, index, m, v, half, stride, steps,
+def gumbel_argmax_kernel(logits, at, seed, step, begin, value, index, m, v, half, stride,
                          SHARE: tl.constexpr, TILE: tl.constexpr):
     """The best of SHARE pairs of logits of one position, and where it is."""
     row, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, logits = row // m, logits + row * stride
     key, position = tl.load(seed + b), tl.load(at + row).to(tl.int32)
-    now, where = tl.load(step + b * steps).to(tl.int32), tl.load(begin + b).to(tl.int32)
+    now, where = tl.load(step + b).to(tl.int32), tl.load(begin + b).to(tl.int32)
     best = tl.full((TILE,), float("-inf"), tl.float64)
     token = tl.zeros((TILE,), tl.int32)
     for i in range(share * SHARE, tl.minimum(share * SHARE + SHARE, half), TILE):
         k = i + tl.arange(0, TILE)
         r0, r1, r2, r3 = tl.philox(key, k, position, now, where)
-        best, token = better(best, token, logits, k, half, fp64(r0, r1))
-        best, token = better(best, token, logits, k + half, v, fp64(r2, r3))
+        best, token = better(best, token, logits, k, half, r0, r1)
+        best, token = better(best, token, logits, k + half, v, r2, r3)
     top, out = tl.max(best, 0), row * tl.num_programs(1) + share
     tl.store(value + out, top)
     tl.store(index + out, tl.min(tl.where(best == top, token, v - 1), 0).to(tl.int64))
@@ -74,18 +77,23 @@ def best_kernel(value, index, out, shares, v, S: tl.constexpr):
 
 
 @triton.jit
-def unmask_kernel(xt, at, drawn, mask, l, p, P: tl.constexpr):
+def unmask_kernel(xt, at, drawn, order, step, mask, l, n, p, P: tl.constexpr):
     """One row's p tokens."""
     row, j = tl.program_id(0).to(tl.int64), tl.arange(0, P)
-    ptr = xt + row * l + tl.load(at + row * p + j, mask=j < p, other=0)
-    held = tl.load(ptr, mask=j < p, other=0)
-    tl.store(ptr, tl.load(drawn + row * p + j, mask=j < p, other=0), mask=(j < p) & (held == mask))
+    ok = j < p
+    ptr = xt + row * l + tl.load(at + row * p + j, mask=ok, other=0)
+    held = tl.load(ptr, mask=ok, other=0)
+    tl.store(ptr, tl.load(drawn + row * p + j, mask=ok, other=0), mask=ok & (held == mask))
+    now = tl.load(step + row) + p
+    tl.store(at + row * p + j, tl.load(order + row * n + now + j, mask=ok, other=0), mask=ok)
+    tl.debug_barrier()  # all have read step
+    tl.store(step + row, now)
 
 
 def uniform(n, purpose, seed, step, begin):
     """As ops.uniform."""
     out, N = torch.empty(len(seed), n, dtype=torch.float64, device=seed.device), 256
-    uniform_kernel[len(seed), triton.cdiv(n, N)](out, purpose, seed, step, begin, n, step.stride(0), N=N)
+    uniform_kernel[len(seed), triton.cdiv(n, N)](out, purpose, seed, step, begin, n, N=N)
     return out
 
 
@@ -117,22 +125,23 @@ def gumbel_argmax(logits: Tensor, at: Tensor, seed: Tensor, step: Tensor, begin:
     value = rows.new_empty(len(rows), triton.cdiv(half, SHARE), dtype=torch.float64)
     index = torch.empty_like(value, dtype=torch.long)
     gumbel_argmax_kernel[value.shape](
-        rows, at.contiguous(), seed, step, begin, value, index, m, v, half, rows.stride(0), step.stride(0),
+        rows, at.contiguous(), seed, step, begin, value, index, m, v, half, rows.stride(0),
         SHARE=SHARE, TILE=TILE, num_warps=4)
     out = torch.empty_like(at)
     best_kernel[out.numel(),](value, index, out, value.shape[1], v, S=triton.next_power_of_2(value.shape[1]))
     return out
 
 
-def unmask(xt, at, drawn, mask_id):
-    """xt (b, l), at and drawn (b, p), all int64; writes into xt"""
-    assert xt.is_contiguous() and drawn.shape == at.shape
-    p = at.shape[1]
+def unmask(xt, at, drawn, mask_id, order, step):
+    """As ops.unmask: xt (b, l), at and drawn (b, p), order (b, n), step (b,), all int64; writes into xt, at and
+    step"""
+    tensors, p = (xt, at, drawn, order, step), at.shape[1]
+    assert all(u.is_contiguous() for u in tensors) and drawn.shape == at.shape
     unmask_kernel[len(xt),](
-        xt, at.contiguous(), drawn.contiguous(), mask_id, xt.shape[1], p, P=triton.next_power_of_2(p))
+        *tensors, mask_id, xt.shape[1], order.shape[1], p, P=triton.next_power_of_2(p))
 
 
 def go_on(handle, xt, mask_id):
-    """handle: an int64 of the device, see DeviceLoop; xt (b, l) int64"""
+    """handle: an int64 of the device, see BlockGraph; xt (b, l) int64"""
     assert xt.is_contiguous()
     go_on_kernel[1,](handle, xt, mask_id, xt.numel(), N=1024, num_warps=1)

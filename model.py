@@ -119,11 +119,11 @@ class Cache:
 # Small pieces
 
 def rope_table(length, dim, theta, device, dtype):
-    """cos and sin of position * frequency, each (length, dim / 2); angles in fp64, since positions
+    """cos and sin of position * frequency, (2, length, dim / 2); angles in fp64, since positions
     reach 262,144 and an fp32 product would be off by hundredths of a radian there."""
     inv = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * inv
-    return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+    return torch.stack([angle.cos(), angle.sin()]).to(device, dtype)
 
 
 def rotate(x, cos, sin):
@@ -471,16 +471,15 @@ class BlockDiffusionLM(nn.Module):
             raise ModelError(f"{length} tokens are beyond the rotary capacity of {c.rope_capacity}; "
                              f"ask for a shorter length")
         key = (weight.device, ops.at_least_fp32(weight.dtype))
-        if self._rope is None or self._rope[0] != key or len(self._rope[1]) < length:
-            self._rope = (key, *rope_table(max(length, c.seq_len), c.d_model // c.n_head,
-                                           c.rope_theta, *key))
-        return self._rope[1][:length], self._rope[2][:length]
+        if self._rope is None or self._rope[0] != key or self._rope[1].size(1) < length:
+            self._rope = key, rope_table(max(length, c.seq_len), c.d_model // c.n_head, c.rope_theta, *key)
+        return self._rope[1][:, :length].unbind()
 
     def rope_after(self, lengths, count):
         """Tables (b, 1, count, head_dim / 2) of the `count` positions after each of lengths (b,), looked
         up on the device."""
         at = lengths[:, None] + torch.arange(count, device=lengths.device)
-        return tuple(table[at][:, None] for table in self._rope[1:])
+        return self._rope[1][:, at][:, :, None].unbind()
 
     def condition(self, t):
         """Conditioning of noisy tokens (m, 1, d) from t (m,); of t = 0 where the model takes no t."""
@@ -500,12 +499,15 @@ class BlockDiffusionLM(nn.Module):
             return self.norm(h)
         return modulate(self.norm(h), *self.adaln(c).chunk(2, -1))
 
+    def token_logits(self, hidden):
+        """(..., d) -> (..., v - 1): logits of all tokens but the mask, which is the last and whose logit is
+        minus infinity (substitution)."""
+        return F.linear(hidden, self.head.weight)[..., :self.config.mask_id]
+
     def logits(self, hidden):
-        """(..., d) -> (..., v) in fp32. Substitution: the mask token's logit is minus infinity."""
-        out = F.linear(hidden, self.head.weight)        # of a prepared head some columns are padding
-        out = out.to(ops.at_least_fp32(out.dtype))
-        out[..., self.config.mask_id:] = float("-inf")
-        return out[..., :self.config.vocab_size]
+        """(..., d) -> (..., v) in fp32, the mask's among them."""
+        out = self.token_logits(hidden)
+        return F.pad(out.to(ops.at_least_fp32(out.dtype)), (0, 1), value=float("-inf"))
 
     # -- training: every block at once --
 

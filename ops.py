@@ -585,8 +585,8 @@ def gumbel_argmax(logits, at, seed, step, begin):
     """
     Draws from softmax(logits): minus the log of an exponential variate is a Gumbel one, and the largest
     of logits and Gumbel noise is such a draw. logits (b, m, v) of the positions at (b, m) of a block; seed,
-    step and begin as for `uniform`. The noise is fp64: in fp32 the tail of that distribution would be cut off
-    and samples sharper (arXiv 2409.02908). Returns (b, m) int64.
+    step and begin as for `uniform`. From uniform variates of 24 bits the tail of large noise would be cut off
+    and samples too sharp (arXiv 2409.02908): these have 52. Returns (b, m) int64.
     """
     if KERNELS["draw"] == "triton":
         import kernels_draw
@@ -596,18 +596,21 @@ def gumbel_argmax(logits, at, seed, step, begin):
     pairs, few = torch.arange(-(-v // 2), device=logits.device), max(1, 2 ** 17 // v)   # few stay in a CPU's cache
     for x, position in zip(logits.split(few, 1), at[..., None].split(few, 1)):
         u = torch.cat(_uniforms(seed, pairs, position, step, begin), -1)[..., :v]
-        drawn.append((x.double() - (-u.log()).log()).argmax(-1))
+        drawn.append((x.double() - (-torch.log1p(-u)).log()).argmax(-1))
     return torch.cat(drawn, 1)
 
 
-def unmask(xt, at, drawn, mask_id):
-    """Writes drawn (b, p) at the positions at (b, p) of xt (b, l) that hold mask_id, in place. A position that
-    comes twice must not hold it."""
+def unmask(xt, at, drawn, mask_id, order, step):
+    """Writes drawn (b, p) at the positions at (b, p) of xt (b, l) that hold mask_id (a position that comes twice
+    must not), then turns to the next ones: step (b,) is p more and `at` what comes then in order (b, n). In
+    place."""
     if KERNELS["draw"] == "triton":
         import kernels_draw
-        return kernels_draw.unmask(xt, at, drawn, mask_id)
+        return kernels_draw.unmask(xt, at, drawn, mask_id, order, step)
     held = xt.gather(1, at)
     xt.scatter_(1, at, torch.where(held == mask_id, drawn, held))
+    step += at.size(1)
+    at.copy_(order.gather(1, step[:, None] + torch.arange(at.size(1), device=at.device)))
 
 
 # ----------------------------------------------------------------------------------------------

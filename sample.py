@@ -21,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 import ops
+from block_graph import BlockGraph
 from checkpoint import load_model
 from configurator import ConfigError, check, check_file, configure, script
 from data import DataError, get_tokenizer
@@ -117,6 +118,7 @@ def cut(logits, top_k, top_p):
 
 LOGITS = 2 ** 24                        # of one row at a time, where all positions need them
 ORDER, TIME = -1, -2                    # what ops.uniform is asked for
+MANY_STEPS = 64                         # are not joined to one CUDA graph
 
 
 class ActiveBlock:
@@ -135,48 +137,50 @@ class ActiveBlock:
         self.sampler, self.p, self.timed = sampler, min(sampler.tokens_per_step, l), timed
         self.xt = torch.full((b, l), sampler.mask_id, device=device)           # known, or the mask
         self.t = torch.ones(b, dtype=torch.float64, device=device)
-        self.order = torch.arange(l + -l % self.p, device=device).repeat(b, 1) % l     # whole steps
-        self.first = torch.arange(self.p, device=device).repeat(b, 1)          # of `order`
-        self.next = self.first.clone()
-        self.begin = torch.zeros(b, dtype=torch.long, device=device)
-        self.key = torch.tensor(sampler.seeds, device=device), self.next[:, 0], self.begin     # of all draws
+        self.order = torch.arange(l + -l % self.p + self.p, device=device).repeat(b, 1) % l    # a step more
+        self.at = self.order[:, :self.p].clone()        # what the next step reveals
+        self.step, self.begin = torch.zeros(2, b, dtype=torch.long, device=device)     # times p; before xt
+        self.key = torch.tensor(sampler.seeds, device=device), self.step, self.begin   # of all draws
 
     def start(self, xt, begin):
         """Takes on xt (b, l), which `begin` (b,) tokens precede, and draws the order of its positions."""
         sampler, l = self.sampler, xt.size(1)
         self.xt.copy_(xt)
         self.begin.copy_(begin)
-        self.rewind()
+        self.step.zero_()
         masked = self.xt == sampler.mask_id
         self.t.copy_(masked.double().mean(1))
         if sampler.order in ("random", "first_hitting"):
             ranks = ops.uniform(l, ORDER, *self.key)
             self.order[:, :l] = ranks.masked_fill(~masked, 2).argsort(1)       # known tokens last
             self.order[:, l:] = self.order[:, :1]       # fills the last step up: known by then
+            self.at.copy_(self.order[:, :self.p])
 
     def rewind(self):
         """Back to the first step of the order."""
-        self.next.copy_(self.first)
+        self.step.zero_()
+        self.at.copy_(self.order[:, :self.p])
 
     def reveal(self, score):
-        """One step. score(xt, t, at) -> a function that makes logits (b, m, v) of a slice of the positions
-        at (b, n), None for all of them; t (b,) is the masked fraction of each row, or None."""
+        """One step. score(xt, t, at) -> a function that makes logits (b, m, v - 1), without the mask's, of a
+        slice of the positions at (b, n), None for all of them; t (b,) is the masked fraction of each row, or
+        None."""
         sampler, xt = self.sampler, self.xt
         if sampler.order == "first_hitting":            # the largest of m uniforms on (0, t)
             u = ops.uniform(1, TIME, *self.key)[:, 0]
             self.t *= u ** (1 / (xt == sampler.mask_id).sum(1).clamp(min=1))
         elif self.timed:
             self.t.copy_((xt == sampler.mask_id).double().mean(1))
-        in_order = sampler.order in ("random", "first_hitting")
-        at = self.order.gather(1, self.next) if in_order else None
+        at = self.at if sampler.order in ("random", "first_hitting") else None
         logits_of = score(xt, self.t.float() if self.timed else None, at)
-        if in_order:
-            ops.unmask(xt, at, sampler.pick(logits_of(slice(None)), at, *self.key), sampler.mask_id)
+        if at is not None:
+            drawn = sampler.pick(logits_of(slice(None)), at, *self.key)
+            ops.unmask(xt, at, drawn, sampler.mask_id, self.order, self.step)
         else:
             masked = xt == sampler.mask_id
             drawn, chosen = self.surest(logits_of, masked)
             torch.where(chosen & masked, drawn, xt, out=xt)
-        self.next += self.p
+            self.step += self.p
 
     def surest(self, logits_of, masked):
         """Draws a token for every position, and says which are revealed for their probability: both
@@ -186,9 +190,10 @@ class ActiveBlock:
         few = max(1, LOGITS // (sampler.mask_id + 1))
         for i in range(0, masked.size(1), few):
             some = slice(i, i + few)
-            logits = logits_of(some)                                           # (b, m, v)
+            logits = logits_of(some)                                           # (b, m, v - 1)
             drawn.append(sampler.pick(logits, positions[:, some], *self.key))
-            sure.append(logits.softmax(-1).gather(2, drawn[-1][..., None])[..., 0])
+            p = logits.softmax(-1, dtype=ops.at_least_fp32(logits.dtype))
+            sure.append(p.gather(2, drawn[-1][..., None])[..., 0])
         drawn, sure = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in (drawn, sure))
         sure = torch.where(masked, sure, -1)
         if sampler.order == "threshold":
@@ -197,7 +202,7 @@ class ActiveBlock:
 
     def finish(self, step, counts, on_step=None):
         """Calls step() until nothing is masked; counts: masked tokens of each row. Only order=threshold has
-        to ask the device, once a step, how many tokens are left. (Its graphs do without, see DeviceLoop.)"""
+        to ask the device, once a step, how many tokens are left; a BlockGraph need not."""
         while any(n > 0 for n in counts):
             step()
             if self.sampler.order == "threshold":
@@ -220,7 +225,7 @@ def decode_block(xt, logits_fn, sampler, on_step=None, begin=0):
     block.start(xt, torch.as_tensor(begin))
 
     def score(xt, t, at):
-        logits = take(logits_fn(xt, t), at)
+        logits = take(logits_fn(xt, t)[..., :sampler.mask_id], at)
         return lambda some: logits[:, some]
 
     counts = (xt == sampler.mask_id).sum(1).tolist()
@@ -244,7 +249,7 @@ class BlockDecoder(ActiveBlock):
         self.model, self.cache = model, cache
         self.finished = self.xt.clone()                 # the block before, to be committed
         self.revealed = torch.zeros((), dtype=torch.long, device=self.xt.device)    # or p a step, of all blocks
-        self.graphs, self.loops = {}, {}
+        self.graphs, self.blocks = {}, {}               # of one step, of all steps; with a commit or not
         if graphs:
             self.capture()
 
@@ -253,49 +258,49 @@ class BlockDecoder(ActiveBlock):
         """Forward passes so far; asks the device."""
         return int(self.revealed) // self.p
 
-    def step(self, commit):
+    def denoise(self, commit):
         """One denoising step, after committing the finished block if `commit`."""
         def score(xt, t, at):
             if commit:
                 hidden = self.model.commit_and_denoise_hidden(self.finished, xt, self.cache, t, at)
             else:
                 hidden = self.model.denoise_hidden(xt, self.cache, t, at)
-            return lambda some: self.model.logits(hidden[:, some])
+            return lambda some: self.model.token_logits(hidden[:, some])
         self.reveal(score)
 
     def capture(self):
         """Records both kinds of step as CUDA graphs. The cache must be empty, and is afterwards."""
-        loop = self.sampler.order == "threshold" and ops.KERNELS["draw"] == "triton"
         for commit in (False, True) if self.cache.max_len else (False,):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):               # compiles, tunes, fills lazy tables
                 for _ in range(2):
                     self.clear()
-                    self.step(commit)
+                    self.denoise(commit)
             torch.cuda.current_stream().wait_stream(side)
             self.clear()
-            graph = torch.cuda.CUDAGraph(keep_graph=loop)
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
             # A recording that fails leaves its own stream behind as the current one, hence the first.
             with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
-                self.step(commit)
+                self.denoise(commit)
             self.graphs[commit] = graph
         self.clear()
-        if loop:
-            self.capture_loops()
-
-    def capture_loops(self):
-        """Records both kinds of block, a step and plain ones until nothing is masked, where the driver can."""
-        import kernels_draw
-        from device_loop import DeviceLoop
-
-        def check(handle):
-            kernels_draw.go_on(handle, self.xt, self.sampler.mask_id)
-        check(torch.zeros((), dtype=torch.long, device=self.xt.device))        # compiles
         try:
-            self.loops = {commit: DeviceLoop(graph, self.graphs[False], check) for commit, graph in self.graphs.items()}
-        except RuntimeError as error:
-            say_once(f"the host asks after every step whether it was a block's last: {error}")
+            self.join()
+        except (RuntimeError, ImportError) as error:
+            say_once(f"steps are launched one by one: {error}")
+
+    def join(self):
+        """Makes a graph of all steps of a block that is masked throughout, unless they are many."""
+        steps, check = -(-self.xt.size(1) // self.p) - 1, None
+        if self.sampler.order == "threshold":
+            import kernels_draw
+            steps, check = None, lambda handle: kernels_draw.go_on(handle, self.xt, self.sampler.mask_id)
+            check(torch.zeros((), dtype=torch.long, device=self.xt.device))    # compiles
+        elif steps >= MANY_STEPS:
+            return
+        for commit, first in self.graphs.items():
+            self.blocks[commit] = BlockGraph(first, self.graphs[False], steps, check)
 
     def clear(self):
         self.rewind()
@@ -307,16 +312,17 @@ class BlockDecoder(ActiveBlock):
         call overwrites; on_step as in `decode_block`."""
         def step():
             nonlocal commit
-            self.graphs[commit].replay() if self.graphs else self.step(commit)
+            self.graphs[commit].replay() if self.graphs else self.denoise(commit)
             commit = False
 
         self.finished.copy_(self.xt)
-        self.start(xt, self.cache.lengths + len(xt[0]) if commit else self.cache.lengths)
-        if self.loops and not on_step:
-            self.loops[commit].launch()
+        self.start(xt, self.cache.lengths + xt.size(1) if commit else self.cache.lengths)
+        counts = torch.as_tensor(counts).expand(len(xt)).tolist()
+        if self.blocks and not on_step and (min(counts) == xt.size(1) or self.sampler.order == "threshold"):
+            self.blocks[commit].launch()
         else:
-            self.finish(step, torch.as_tensor(counts).expand(len(xt)).tolist(), on_step)
-        self.revealed += self.next[0, 0]
+            self.finish(step, counts, on_step)
+        self.revealed += self.step[0]
         return self.xt
 
 

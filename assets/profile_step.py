@@ -67,7 +67,7 @@ def denoising_step(config, dev):
 
     def step():
         decoder.rewind()
-        decoder.graphs[False].replay() if decoder.graphs else decoder.step(False)
+        decoder.graphs[False].replay() if decoder.graphs else decoder.denoise(False)
     return step
 
 

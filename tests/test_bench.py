@@ -65,7 +65,7 @@ def test_a_sampling_row_says_whether_its_steps_were_graphs(capsys, monkeypatch):
     make = bench.make_decoder
     def recorded(*args):                                # as after a recording that succeeded
         decoder = make(*args)
-        decoder.graphs = {c: types.SimpleNamespace(replay=lambda c=c: decoder.step(c)) for c in (False, True)}
+        decoder.graphs = {c: types.SimpleNamespace(replay=lambda c=c: decoder.denoise(c)) for c in (False, True)}
         return decoder
     monkeypatch.setattr(bench, "make_decoder", recorded)
     bench.main(["sample", "--only=laptop", "--lengths=[64]", *TINY])

@@ -124,9 +124,10 @@ def call_everything():
     token = of(1088)
     kernels_residual.add_norm(of(1, 256, 1088), of(2, 1, 256, 1088), of(1, 256, 2, h, dtype=fp32), token, token, token)
     count, xt = of(1, dtype=torch.long), of(1, 256, dtype=torch.long)
-    drawn = kernels_draw.gumbel_argmax(of(1, 16, 50258, dtype=fp32), xt[:, :16], count, xt[:, 0], count)
-    kernels_draw.uniform(256, -1, count, xt[:, 0], count)
-    kernels_draw.unmask(xt, drawn, drawn, 50257)
+    for logits in (of(1, 16, 50304)[..., :50257], of(1, 16, 50257, dtype=torch.float64)):
+        drawn = kernels_draw.gumbel_argmax(logits, xt[:, :16], count, count, count)
+    kernels_draw.uniform(256, -1, count, count, count)
+    kernels_draw.unmask(xt, drawn, drawn, 50257, xt, count)
     kernels_draw.go_on(count, xt, 50257)
     modules = (kernels, kernels_attention, kernels_conv, kernels_draw, kernels_mixer, kernels_residual,
                kernels_states, kernels_two_stream)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-import device_loop
+import block_graph
 import ops
 import sample
 from conftest import ARCHITECTURES
@@ -180,11 +180,11 @@ def test_without_a_loop_on_the_device_the_host_asks_and_says_why(monkeypatch, ca
     say_once.cache_clear()
     looped = continue_prompts(model, (5, 70), "graphs", order="threshold")
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(device_loop, "WHILE", 77)       # which no driver knows
+    monkeypatch.setattr(block_graph, "WHILE", 77)       # which no driver knows
     asked = continue_prompts(model, (5, 70), "graphs", order="threshold")
     assert all(torch.equal(a, b) for a, b in zip(looped.tokens, asked.tokens))
     assert looped.forward_passes == asked.forward_passes
-    assert "the host asks after every step" in capsys.readouterr().err
+    assert "steps are launched one by one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])

@@ -522,8 +522,7 @@ def test_gumbel_argmax_equals_its_twin(monkeypatch, v, dtype):
     logits = (3 * randn(2, 3, v + 9)).to(dtype)[..., :v]       # as of a head with padding
     logits[0, 1, v // 2:] = float("-inf")
     at = torch.tensor([[5, 0, 7], [2, 2, 300_000]], device=DEVICE)
-    seed, step, begin = (torch.tensor(x, device=DEVICE) for x in ([3, 2 ** 62 + 5], [[0, 9], [16, 9]], [256, 0]))
-    key = at, seed, step[:, 0], begin                          # step is a column of a wider tensor
+    key = at, *(torch.tensor(x, device=DEVICE) for x in ([3, 2 ** 62 + 5], [0, 16], [256, 0]))
     want = ops.gumbel_argmax(logits, *key)
     monkeypatch.setitem(ops.KERNELS, "draw", "triton")
     assert torch.equal(ops.gumbel_argmax(logits, *key), want) and want.shape == (2, 3)
@@ -533,12 +532,13 @@ def test_gumbel_argmax_equals_its_twin(monkeypatch, v, dtype):
 
 
 def test_uniform_equals_its_twin(monkeypatch):
-    seed, step, begin = (torch.tensor(x, device=DEVICE) for x in ([0, 2 ** 63 - 1], [[0, 3], [7, 3]], [2 ** 31, 5]))
+    key = (torch.tensor(x, device=DEVICE) for x in ([0, 2 ** 63 - 1], [0, 7], [2 ** 31, 5]))
+    seed, step, begin = key
     for n, purpose in ((1, -2), (300, -1)):
         got = []
         for choice in ("torch", "triton"):
             monkeypatch.setitem(ops.KERNELS, "draw", choice)
-            got.append(ops.uniform(n, purpose, seed, step[:, 0], begin))
+            got.append(ops.uniform(n, purpose, seed, step, begin))
         assert got[0].shape == (2, n) and torch.equal(*got)
 
 
@@ -548,7 +548,9 @@ def test_unmask_equals_its_twin(monkeypatch, p):
     xt = torch.where(tokens % 2 > 0, tokens, mask)
     order = randn(2, 8).argsort(1)
     xt[:, 0], order[:, 5:] = 7, 0                              # known, and there several times
-    at, drawn = order[:, :p], 20 + tokens[:, :p]
+    step, drawn = torch.tensor([0, 2], device=DEVICE), 20 + tokens[:, :p].contiguous()
+    order = torch.cat([order, 0 * order, 6 + 0 * order], 1)
+    at = torch.stack([row[n:n + p] for row, n in zip(order, step)])
     assert p == 1 or (xt.gather(1, at) == mask).any()
     want = xt.clone()
     for row, a, d in zip(want, at.tolist(), drawn.tolist()):
@@ -556,9 +558,10 @@ def test_unmask_equals_its_twin(monkeypatch, p):
             row[i] = token if row[i] == mask else row[i]
     for choice in ("torch", "triton"):
         monkeypatch.setitem(ops.KERNELS, "draw", choice)
-        got = xt.clone()
-        ops.unmask(got, at, drawn, mask)
-        assert torch.equal(got, want)
+        got, there, now = xt.clone(), at.clone(), step.clone()
+        ops.unmask(got, there, drawn, mask, order, now)
+        assert torch.equal(got, want) and now.tolist() == [p, 2 + p]
+        assert torch.equal(there, torch.stack([order[0, p:2 * p], order[1, 2 + p:2 + 2 * p]]))
 
 
 @DTYPES
