@@ -374,22 +374,25 @@ def full_sequence_rows(model, dev, ladder):
 
 def step_work(c, l, prefix, p, width):
     """(FLOPs, bytes) of one denoising step of l tokens after a prefix, at `width` bytes a value:
-    products with every weight, attention's area, the scan's chunked products, the head on p tokens;
-    weights and cache read once, activations not counted. A block model commits a block every l / p
-    steps, in the same pass: that share of a clean pass (one Mamba direction) is in the FLOPs."""
+    products with every weight, attention's area, the scan's chunked products; the head, and what comes after
+    the last layer's scan or keys, on p tokens; weights and cache read once, activations not counted. A
+    block model commits a block every l / p steps, in the same pass: that share of a clean pass
+    (one Mamba direction, nothing after the last layer's states) is in the FLOPs."""
     d, n, di, chunk = c.d_model, c.d_state, c.d_inner, min(c.chunk_len, l)
     commit = 0 if c.full_sequence else p / l
     flops, values = 2 * p * d * c.vocab_size, d * c.vocab_size
     for i in range(c.n_layer):
+        last, share = i == c.n_layer - 1, 0.5 if i % c.attn_every else 1
+        enter = l + share * commit * l                  # tokens of a step and its share of a commit
+        leave, through_mlp = (p, p) if last else (enter, l + commit * l)
         if i % c.attn_every == 0:
-            weights, other, read, share = 4 * d * d, 4 * l * (prefix + l) * d, 2 * prefix * d, 1
+            before, after, read = 3 * d * d, d * d, 2 * prefix * d
+            flops += 4 * leave * (prefix + l) * d
         else:
-            weights = 2 * (d * (2 * di + 2 * n + di // c.mamba_head_dim) + di * d)
-            other = 2 * l * (2 * chunk * n + 2 * chunk * di + 4 * n * di)
-            read, share = n * di, 0.5
-        mixer, mlp = 2 * l * weights + other, 2 * l * 8 * d * d
-        flops += (1 + share * commit) * mixer + (1 + commit) * mlp
-        values += weights + 8 * d * d + read
+            before, after, read = 2 * d * (2 * di + 2 * n + di // c.mamba_head_dim), 2 * di * d, n * di
+            flops += 2 * enter * (2 * chunk * n + 2 * chunk * di + 4 * n * di)
+        flops += 2 * (enter * before + leave * after + through_mlp * 8 * d * d)
+        values += before + after + 8 * d * d + read
     return flops, width * values
 
 

@@ -2,8 +2,9 @@
 Triton kernel: what a layer adds to the residual stream, and the norm that reads the stream next, in one
 pass: the fast twin of add_norm in ops.py. Inference only.
 
-A product with few rows and a long sum comes in parts (see fold.py), and those of a Mamba layer still
-lack the RMS norm of their way: sums over what is read here anyway.
+A product with few rows and a long sum comes in parts (see fold.py), and those of a Mamba layer, one of each
+way, still lack the RMS norm of their way: sums over what is read here anyway. At 256 tokens the time goes
+to waiting, most of all in sums over a token's channels, so sums that can be are made together.
 
 Without a GPU, Triton's interpreter tests it:    python -m pytest tests/test_kernels.py -k residual
 """
@@ -19,6 +20,22 @@ from ops import EPS
 
 
 @triton.jit
+def add_both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def sums(x, y):
+    """Both at once, for the time of one."""
+    return tl.reduce((x, y), 0, add_both)
+
+
+@triton.jit
+def part(parts, i, tokens, token, k, d: tl.constexpr):
+    return tl.load(parts + (token + i * tokens) * d + k, mask=k < d, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def add_norm_kernel(h, parts, power, bias, weight, shift, out, normed, tokens, eps,
                     d: tl.constexpr, P: tl.constexpr, heads: tl.constexpr, D: tl.constexpr,
                     H: tl.constexpr):
@@ -28,18 +45,21 @@ def add_norm_kernel(h, parts, power, bias, weight, shift, out, normed, tokens, e
     x = tl.load(h + token * d + k, mask=ok, other=0.0).to(tl.float32)
     if bias is not None:
         x += tl.load(bias + k, mask=ok, other=0.0).to(tl.float32)
-    for i in tl.static_range(P):
-        part = tl.load(parts + (token + i * tokens) * d + k, mask=ok, other=0.0).to(tl.float32)
-        if power is not None:
-            head = tl.arange(0, H)
-            at = power + (token * P + i) * heads + head
-            total = tl.sum(tl.load(at, mask=head < heads, other=0.0))
-            part *= tl.rsqrt(total / heads + eps)
-        x += part
+    if power is not None:
+        head = tl.arange(0, H)
+        at = power + token * 2 * heads + head
+        forward, reverse = sums(tl.load(at, mask=head < heads, other=0.0),
+                                tl.load(at + heads, mask=head < heads, other=0.0))
+        x += part(parts, 0, tokens, token, k, d) * tl.rsqrt(forward / heads + eps)
+        x += part(parts, 1, tokens, token, k, d) * tl.rsqrt(reverse / heads + eps)
+    else:
+        for i in tl.static_range(P):
+            x += part(parts, i, tokens, token, k, d)
     tl.store(out + token * d + k, x.to(out.dtype.element_ty), mask=ok)
-    x = tl.where(ok, x - tl.sum(x) / d, 0.0)
-    x *= tl.rsqrt(tl.sum(x * x) / d + eps)
-    y = x * tl.load(weight + k, mask=ok, other=0.0).to(tl.float32)
+    total, squares = sums(x, x * x)
+    mean = total / d  # fp32 holds the difference below unless it is a millionth of the mean's square
+    y = (x - mean) * tl.rsqrt(tl.maximum(squares / d - mean * mean, 0.0) + eps)
+    y *= tl.load(weight + k, mask=ok, other=0.0).to(tl.float32)
     if shift is not None:
         y += tl.load(shift + k, mask=ok, other=0.0).to(tl.float32)
     tl.store(normed + token * d + k, y.to(normed.dtype.element_ty), mask=ok)
@@ -52,8 +72,8 @@ def add_norm(h: Tensor, parts: Optional[Tensor], power: Optional[Tensor], bias: 
     P, heads = 0 if parts is None else len(parts), 1 if power is None else power.shape[-1]
     tensors = (h, parts, power, bias, weight, shift)
     assert all(u is None or u.is_contiguous() for u in tensors), "tensors must be contiguous"
-    assert (not P or parts.shape[1:] == h.shape) and (power is None or power.shape[-2] == P), (
-        "parts are shaped as h; with power there is one for each way")
+    assert (not P or parts.shape[1:] == h.shape) and (power is None or power.shape[-2] == P == 2), (
+        "parts are shaped as h; with power there is one for each of two ways")
     out, normed, d = torch.empty_like(h), torch.empty_like(h), h.shape[-1]
     tokens = h.numel() // d
     add_norm_kernel[tokens,](

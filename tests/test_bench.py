@@ -103,9 +103,11 @@ def test_the_limit_of_a_step_counts_every_weight_of_the_generation_pass_once():
     weights = c.n_layer * 12 * c.d_model ** 2
     head = c.vocab_size * c.d_model
     assert nbytes == 2 * (weights + head)
-    area = 4 * c.n_layer * c.block_len ** 2 * c.d_model
-    steps = 1 + 16 / c.block_len                        # one commit in so many steps
-    assert flops == pytest.approx(steps * (2 * c.block_len * weights + area) + 2 * 16 * head)
+    l, d, p = c.block_len, c.d_model, 16
+    steps = 1 + p / l                                   # one commit in so many steps
+    layer = steps * (2 * l * 12 * d * d + 4 * l * l * d)
+    last = steps * 2 * l * 3 * d * d + 2 * p * 9 * d * d + 4 * p * l * d       # p tokens after keys and values
+    assert flops == pytest.approx((c.n_layer - 1) * layer + last + 2 * p * head)
     longer = bench.step_work(c, c.block_len, 1000, 16, 2)[1]
     assert longer - nbytes == 2 * 2 * c.n_layer * 1000 * c.d_model      # keys and values
 

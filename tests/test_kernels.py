@@ -516,6 +516,13 @@ def test_residual_addition_and_norm_equal_their_twin(monkeypatch, parts, ways, b
         assert got.dtype == dtype and error(got, exact) < (1e-6 if dtype == torch.float32 else 1e-2)
 
 
+def test_a_norm_of_numbers_far_from_zero_keeps_their_differences(monkeypatch):
+    h, weight = 50 + randn(2, 5, 600), randn(600)
+    want = ops.add_norm(h.double(), None, None, None, weight.double(), None)[1]
+    monkeypatch.setitem(ops.KERNELS, "residual", "triton")
+    assert error(ops.add_norm(h, None, None, None, weight, None)[1], want) < 1e-3
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("v", [7, 5000])
 def test_gumbel_argmax_equals_its_twin(monkeypatch, v, dtype):
