@@ -190,7 +190,7 @@ def block_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor
         kl=k_own.stride(1), vl=v_own.stride(1), align=align, h=h, m=m, l=l, d=d, D=D, caches=c, M=M, N=N,
         least=least, stages=stages, num_warps=warps)
     if num_splits > 1:
-        S, R = num_splits, 16
+        S, R = num_splits, 8
         combine_kernel[triton.cdiv(m * h, R), b](
             part, lse, out, lengths, cap, num_splits, h, m, l, d, D, S, R, N, least)
     return out
