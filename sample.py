@@ -139,8 +139,9 @@ class ActiveBlock:
         self.t = torch.ones(b, dtype=torch.float64, device=device)
         self.order = torch.arange(l + -l % self.p + self.p, device=device).repeat(b, 1) % l    # a step more
         self.at = self.order[:, :self.p].clone()        # what the next step reveals
-        self.step, self.begin = torch.zeros(2, b, dtype=torch.long, device=device)     # times p; before xt
-        self.key = torch.tensor(sampler.seeds, device=device), self.step, self.begin   # of all draws
+        # p more with each step; and the number of tokens before the block. Draws depend on both.
+        self.step, self.begin = torch.zeros(2, b, dtype=torch.long, device=device)
+        self.key = torch.tensor(sampler.seeds, device=device), self.step, self.begin
 
     def start(self, xt, begin):
         """Takes on xt (b, l), which `begin` (b,) tokens precede, and draws the order of its positions."""
@@ -237,10 +238,11 @@ def decode_block(xt, logits_fn, sampler, on_step=None, begin=0):
 
 class BlockDecoder(ActiveBlock):
     """
-    The fast engine: a step reads the prefix length on the device, so on a GPU it is one CUDA graph.
-    Three exact savings: the commit of a finished block is one pass with the first step of the next;
-    in a random order the last layer's outputs and the head are made of the p positions alone that may be
-    revealed; weights are those of `prepare_for_inference`. Draws are those of `decode_block`.
+    The fast engine: a step reads the prefix length on the device, so on a GPU it is one CUDA graph, and all
+    steps of a block are, too. Three exact savings: the commit of a finished block is one pass with the first
+    step of the next; in a random order the last layer's outputs and the head are made for the p positions
+    alone that may be revealed; weights are those of `prepare_for_inference`. Draws are those of
+    `decode_block`.
     """
 
     def __init__(self, model, cache, sampler, block_len, graphs):
@@ -248,7 +250,7 @@ class BlockDecoder(ActiveBlock):
                          model.config.time_conditioning)
         self.model, self.cache = model, cache
         self.finished = self.xt.clone()                 # the block before, to be committed
-        self.revealed = torch.zeros((), dtype=torch.long, device=self.xt.device)    # or p a step, of all blocks
+        self.total = torch.zeros((), dtype=torch.long, device=self.xt.device)       # p for every step so far
         self.graphs, self.blocks = {}, {}               # of one step, of all steps; with a commit or not
         if graphs:
             self.capture()
@@ -256,7 +258,7 @@ class BlockDecoder(ActiveBlock):
     @property
     def passes(self):
         """Forward passes so far; asks the device."""
-        return int(self.revealed) // self.p
+        return int(self.total) // self.p
 
     def denoise(self, commit):
         """One denoising step, after committing the finished block if `commit`."""
@@ -322,7 +324,7 @@ class BlockDecoder(ActiveBlock):
             self.blocks[commit].launch()
         else:
             self.finish(step, counts, on_step)
-        self.revealed += self.step[0]
+        self.total += self.step[0]
         return self.xt
 
 
