@@ -386,7 +386,7 @@ def step_work(c, l, prefix, p, width):
         enter = l + share * commit * l                  # tokens of a step and its share of a commit
         leave, through_mlp = (p, p) if last else (enter, l + commit * l)
         if i % c.attn_every == 0:
-            before, after, read = 3 * d * d, d * d, 2 * prefix * d
+            before, after, read = 2 * d * d, 2 * d * d, 2 * prefix * d         # keys and values; the others
             flops += 4 * leave * (prefix + l) * d
         else:
             before, after, read = 2 * d * (2 * di + 2 * n + di // c.mamba_head_dim), 2 * di * d, n * di

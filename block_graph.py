@@ -9,6 +9,7 @@ that repeats one, so the driver is called here.
 On a GPU:    python -m pytest tests/test_gpu.py -k "waits or asks or graphs_give"
 """
 import ctypes
+import functools
 from ctypes import byref, c_size_t
 
 import torch
@@ -24,14 +25,28 @@ class NodeParams(ctypes.Structure):
                 ("bodies", ctypes.POINTER(pointer)), ("context", pointer), ("_rest", ctypes.c_int64 * 26)]
 
 
+@functools.lru_cache(maxsize=None)
+def driver():
+    return ctypes.CDLL("libcuda.so.1")
+
+
 def call(name, *args):
     """A function of the driver. RuntimeError where it lacks it or fails."""
     try:
-        status = getattr(ctypes.CDLL("libcuda.so.1"), name)(*args)
+        status = getattr(driver(), name)(*args)
     except (OSError, AttributeError) as error:
-        raise RuntimeError(f"the CUDA driver is older than 12.4 ({error})") from error
+        raise RuntimeError(f"the CUDA driver has no {name} ({error})") from error
     if status:
         raise RuntimeError(f"{name} failed with CUDA error {status}")
+
+
+def record(f, *args):
+    """What f(*args) launches, as a graph that can be a part of others."""
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    # A recording that fails leaves its own stream behind as the current one, hence the first.
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+        f(*args)
+    return graph
 
 
 def append(graph, children, node=None):
@@ -45,7 +60,7 @@ def append(graph, children, node=None):
 
 class BlockGraph:
     """
-    first, step: torch.cuda.CUDAGraphs of a block's first step and of any other, made with keep_graph=True.
+    first, step: a block's first step and any other, by `record`, on the current device.
     times: how often the latter runs; None: again and again until check says that it is over. check(handle)
     launches the kernel that says so, see kernels_draw.go_on; handle: an int64 tensor on the device.
     """
@@ -65,9 +80,7 @@ class BlockGraph:
         call("cuCtxGetCurrent", byref(context))
         call("cuGraphConditionalHandleCreate", byref(handle), self.graph, context, 1, 1)
         self.handle = torch.tensor(handle.value, device="cuda")
-        checked = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.graph(checked):
-            check(self.handle)
+        checked = record(check, self.handle)
         self.parts.append(checked)
         node = append(self.graph, [first, checked])
         loop = NodeParams(kind=CONDITIONAL, handle=handle.value, type=WHILE, size=1, context=context)
@@ -81,4 +94,4 @@ class BlockGraph:
     def __del__(self):
         for name, made in (("cuGraphExecDestroy", self.exec), ("cuGraphDestroy", self.graph)):
             if made:
-                getattr(ctypes.CDLL("libcuda.so.1"), name)(made)        # may fail when the process ends
+                getattr(driver(), name)(made)           # may fail when the process ends

@@ -171,14 +171,13 @@ class InferenceLayer(torch.nn.Module):
         if self.merged is not None and path != "extend" and u.size(1) <= ops.SCAN_ROW:
             return getattr(self.merged, path)(u, state, *where)
         y = getattr(self.mixer, path)(u, state, *where)
-        return y if self.in_parts else y[None], None
+        return y if self.in_parts or y is None else y[None], None
 
     def extend(self, stream, c, state, lengths, rope, block_len, need_clean=True):
         mod = self.modulation(c)
         h, u = self.enter(stream, mod)
-        if not need_clean:
-            return self.mixer.extend(u, state, lengths, rope, block_len, need_clean)
-        return self.leave(h, *self.mix("extend", u, state, lengths, rope, block_len), mod)
+        y = self.mix("extend", u, state, lengths, rope, block_len, need_clean)
+        return self.leave(h, *y, mod) if need_clean else None
 
     def denoise(self, stream, c, state, lengths, rope, at=None):
         mod = self.modulation(c)

@@ -34,7 +34,7 @@ def uniform_kernel(out, purpose, seed, step, begin, n, N: tl.constexpr):
 @triton.jit
 def gumbel(high, low):
     """-log(-log(1 - u)), fp32, for a u of 52 random bits. Noise is large where u is small: there fp32 holds all
-    digits of u, and a series those of log(1 - u)."""
+    digits of u, and a series those of log(1 - u). The smallest noise, once in 3e7 draws, is -2.85."""
     u = high.to(tl.float32) * 2.0 ** -32 + ((low >> 12).to(tl.float32) + 0.5) * 2.0 ** -52
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6 + u * (1 / 7 + u / 8)))))))
     return -tl.log(tl.where(u < 0.125, series, -tl.log(tl.maximum(1 - u, 2.0 ** -25))))
@@ -85,8 +85,9 @@ def unmask_kernel(xt, at, drawn, order, step, mask, l, n, p, P: tl.constexpr):
     held = tl.load(ptr, mask=ok, other=0)
     tl.store(ptr, tl.load(drawn + row * p + j, mask=ok, other=0), mask=ok & (held == mask))
     now = tl.load(step + row) + p
-    tl.store(at + row * p + j, tl.load(order + row * n + now + j, mask=ok, other=0), mask=ok)
-    tl.debug_barrier()  # all have read step
+    after = tl.load(order + row * n + now + j, mask=ok, other=0)
+    tl.debug_barrier()  # all have read what is written now
+    tl.store(at + row * p + j, after, mask=ok)
     tl.store(step + row, now)
 
 
@@ -99,7 +100,7 @@ def uniform(n, purpose, seed, step, begin):
 
 @core.extern
 def set_conditional(handle, value, _semantic=None):
-    """cudaGraphSetConditional, which the assembler knows."""
+    """cudaGraphSetConditional, which ptxas knows. It returns nothing, which cannot be said here."""
     types = core.dtype("int64"), core.dtype("int32")
     return core.extern_elementwise("", "", [handle, value], {types: ("cudaGraphSetConditional", types[1])},
                                    is_pure=False, _semantic=_semantic)

@@ -293,7 +293,8 @@ class BiMamba(nn.Module):
         return y, self.scan_both(noisy, conv.flatten(0, 1), ssm.flatten(0, 1))
 
     def extend(self, u, state, lengths, rope, block_len, need_clean=True):
-        """Whole clean blocks u (b, m, d): continues the forward scan and moves the state on."""
+        """Whole clean blocks u (b, m, d): continues the forward scan and moves the state on. (The scan makes
+        y in any case.)"""
         conv, ssm = state
         y, convs, ssms = self.fwd(u, conv, ssm)
         conv.copy_(convs[:, -1])

@@ -559,7 +559,7 @@ def philox(seed, *counters):
     a, b, c, d = (n & low for n in counters)
     k0, k1 = seed & low, (seed >> 32) & low
     for _ in range(10):
-        x, y = a * 0xD2511F53, c * 0xCD9E8D57           # of 64 bits, unsigned but for what >> makes of them
+        x, y = a * 0xD2511F53, c * 0xCD9E8D57           # int64 wraps as uint64 would; >> copies the sign
         a, b, c, d = ((y >> 32) & low) ^ (b ^ k0), y & low, ((x >> 32) & low) ^ (d ^ k1), x & low
         k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
     return a, b, c, d

@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 import ops
-from block_graph import BlockGraph
+from block_graph import BlockGraph, record
 from checkpoint import load_model
 from configurator import ConfigError, check, check_file, configure, script
 from data import DataError, get_tokenizer
@@ -73,8 +73,8 @@ def check_decoder(settings):
 @dataclasses.dataclass
 class Sampler:
     """
-    How masked tokens become text. `seeds`: an int for each row. Draws are a function of a row's seed, the
-    position and the step, see ops.uniform: rows with the same seed and prompt come out alike.
+    How masked tokens become text. `seeds`: an int64 for each row. Draws are a function of a row's seed, the
+    position and the step, see ops.uniform: rows, or calls, with the same seed and prompt come out alike.
     """
     seeds: list
     order: str = "random"
@@ -89,6 +89,9 @@ class Sampler:
         check_decoder(vars(self))
         if not self.seeds:
             raise ConfigError("there are no seeds; give one for each row")
+        for seed in self.seeds:
+            if not isinstance(seed, int) or not -2 ** 63 <= seed < 2 ** 63:
+                raise ConfigError(f"a seed is {seed}; it is a whole number of at most 63 bits")
         if self.order == "first_hitting":
             self.tokens_per_step = 1
 
@@ -118,7 +121,7 @@ def cut(logits, top_k, top_p):
 
 LOGITS = 2 ** 24                        # of one row at a time, where all positions need them
 ORDER, TIME = -1, -2                    # what ops.uniform is asked for
-MANY_STEPS = 64                         # are not joined to one CUDA graph
+MANY_STEPS = 64                         # so many after the first are not joined to one CUDA graph
 
 
 class ActiveBlock:
@@ -150,7 +153,8 @@ class ActiveBlock:
         self.begin.copy_(begin)
         self.step.zero_()
         masked = self.xt == sampler.mask_id
-        self.t.copy_(masked.double().mean(1))
+        if self.timed:
+            self.t.copy_(masked.double().mean(1))
         if sampler.order in ("random", "first_hitting"):
             ranks = ops.uniform(l, ORDER, *self.key)
             self.order[:, :l] = ranks.masked_fill(~masked, 2).argsort(1)       # known tokens last
@@ -167,7 +171,7 @@ class ActiveBlock:
         slice of the positions at (b, n), None for all of them; t (b,) is the masked fraction of each row, or
         None."""
         sampler, xt = self.sampler, self.xt
-        if sampler.order == "first_hitting":            # the largest of m uniforms on (0, t)
+        if self.timed and sampler.order == "first_hitting":     # the largest of m uniforms on (0, t)
             u = ops.uniform(1, TIME, *self.key)[:, 0]
             self.t *= u ** (1 / (xt == sampler.mask_id).sum(1).clamp(min=1))
         elif self.timed:
@@ -251,7 +255,7 @@ class BlockDecoder(ActiveBlock):
         self.model, self.cache = model, cache
         self.finished = self.xt.clone()                 # the block before, to be committed
         self.total = torch.zeros((), dtype=torch.long, device=self.xt.device)       # p for every step so far
-        self.graphs, self.blocks = {}, {}               # of one step, of all steps; with a commit or not
+        self.graphs, self.blocks = {}, {}               # {commit: CUDA graph} of a step, of all steps
         if graphs:
             self.capture()
 
@@ -281,11 +285,7 @@ class BlockDecoder(ActiveBlock):
                     self.denoise(commit)
             torch.cuda.current_stream().wait_stream(side)
             self.clear()
-            graph = torch.cuda.CUDAGraph(keep_graph=True)
-            # A recording that fails leaves its own stream behind as the current one, hence the first.
-            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
-                self.denoise(commit)
-            self.graphs[commit] = graph
+            self.graphs[commit] = record(self.denoise, commit)
         self.clear()
         try:
             self.join()
@@ -301,8 +301,8 @@ class BlockDecoder(ActiveBlock):
             check(torch.zeros((), dtype=torch.long, device=self.xt.device))    # compiles
         elif steps >= MANY_STEPS:
             return
-        for commit, first in self.graphs.items():
-            self.blocks[commit] = BlockGraph(first, self.graphs[False], steps, check)
+        self.blocks = {commit: BlockGraph(first, self.graphs[False], steps, check)
+                       for commit, first in self.graphs.items()}
 
     def clear(self):
         self.rewind()

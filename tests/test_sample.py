@@ -1,8 +1,10 @@
 """Generation: the cached engine against the oracle without a cache, decoders, prompts, limits."""
+import contextlib
 import io
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -319,6 +321,52 @@ def test_first_hitting_visits_the_times_at_which_the_reverse_process_unmasks_tok
     assert (second < first).all() and (first < 2 / 3).all()
 
 
+@pytest.mark.parametrize("engine", ["simple", "fused"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_no_two_draws_share_their_random_numbers(monkeypatch, engine, order):
+    """Of three blocks of two rows: what a draw is for, its step, where its block begins, its row's seed."""
+    model, asked = make_model("mamba_h", torch.float32, time_conditioning=True), []
+    uniform, draw = ops.uniform, ops.gumbel_argmax
+
+    def asking_uniform(n, purpose, seed, step, begin):
+        asked.extend((purpose, i, *key) for key in zip(*map(torch.Tensor.tolist, (seed, step, begin))) for i in range(n))
+        return uniform(n, purpose, seed, step, begin)
+
+    def asking_draw(logits, at, seed, step, begin):
+        keys = zip(*map(torch.Tensor.tolist, (seed, step, begin)))
+        asked.extend(("token", i, *key) for row, key in zip(at.tolist(), keys) for i in row)
+        return draw(logits, at, seed, step, begin)
+    monkeypatch.setattr(ops, "uniform", asking_uniform)
+    monkeypatch.setattr(ops, "gumbel_argmax", asking_draw)
+    out = generate(model, prompts_of(8, 8), 24, make_sampler(model, 2, order=order, threshold=0.6), engine=engine)
+    assert len(asked) == len(set(asked)) >= 2 * 24
+    assert {key[-1] for key in asked} == {8, 16, 24} and out.forward_passes >= 3
+
+
+def test_a_block_whose_steps_cannot_be_joined_is_launched_step_by_step(monkeypatch, capsys):
+    """Nothing is left of a first graph where the second fails."""
+    model, made = make_model("mamba_h", torch.float32), []
+    def join_one(first, step, times, check):
+        made.append(times)
+        if len(made) == 2:
+            raise RuntimeError("no memory")
+    class Recorded:
+        def __init__(self, f, *args):
+            self.replay = lambda: f(*args)
+    monkeypatch.setattr(sample, "record", Recorded)
+    monkeypatch.setattr(sample, "BlockGraph", join_one)
+    monkeypatch.setattr(sample, "why_no_graphs", lambda *_: "")
+    monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: SimpleNamespace(wait_stream=lambda _: None))
+    sample.say_once.cache_clear()
+    want = generate(model, prompts_of(3), 16, make_sampler(model), engine="fused")
+    out = generate(model, prompts_of(3), 16, make_sampler(model), engine="graphs")
+    assert torch.equal(out.tokens[0], want.tokens[0]) and out.forward_passes == want.forward_passes
+    assert made == [2, 2] and capsys.readouterr().err == "steps are launched one by one: no memory\n"
+
+
 def test_bad_requests_are_refused_before_any_work():
     model = make_model("mamba_h", torch.float32)
     with pytest.raises(ModelError, match="rotary capacity"):
@@ -332,6 +380,9 @@ def test_bad_requests_are_refused_before_any_work():
             make_sampler(model, **{name: value})
     with pytest.raises(ConfigError, match="no seeds"):
         Sampler([], mask_id=22)
+    for seed in (2 ** 63, 1.5, torch.Generator()):
+        with pytest.raises(ConfigError, match="a seed is .*; it is a whole number"):
+            Sampler([0, seed], mask_id=22)
     with pytest.raises(ConfigError, match="has 2 seeds; give it 1"):
         generate(model, prompts_of(4), 8, make_sampler(model, 2))
 
