@@ -127,7 +127,7 @@ def test_twenty_training_steps_give_the_losses_of_the_plain_path_on_the_cpu(name
 
 def continue_prompts(model, lengths, engine, length=150, order="random", prefix=None, **rest):
     """Generation with block length 64 and draws that depend on the row alone."""
-    sampler = Sampler(list(range(len(lengths))), order, tokens_per_step=12, threshold=0.02, mask_id=999)
+    sampler = Sampler(list(range(len(lengths))), order, tokens_per_step=12, threshold=0.0015, mask_id=999)
     text = torch.randint(0, 999, (512,), generator=torch.Generator().manual_seed(3))
     prompts = [text[i:i + n] for i, n in enumerate(lengths)]
     return generate(model, prompts, length, sampler, engine=engine, prefix=prefix, **rest)
@@ -161,8 +161,11 @@ def test_cuda_graphs_give_the_tokens_of_the_plain_loop_in_every_decoder(monkeypa
 def test_the_host_never_waits_inside_a_block(monkeypatch, order):
     ops.select_kernels("auto", "cuda")
     model = prepare_for_inference(gpu_model("mamba_h", block_len=64).cuda(), torch.float32)
-    cache, masks = model.new_cache(2, 64), torch.full((2, 64), 999, device="cuda")
-    decoder = sample.make_decoder("graphs", model, cache, Sampler([0, 1], order, 12, 0.02, mask_id=999), 64)
+    masks = torch.full((2, 64), 999, device="cuda")
+    def make(engine):
+        sampler = Sampler([0, 1], order, 12, threshold=0.0015, mask_id=999)
+        return sample.make_decoder(engine, model, model.new_cache(2, 64), sampler, 64)
+    decoder, plain = make("graphs"), make("fused")
     launched, launch = [], block_graph.BlockGraph.launch
     monkeypatch.setattr(block_graph.BlockGraph, "launch", lambda graph: launched.append(graph) or launch(graph))
     torch.cuda.set_sync_debug_mode("error")
@@ -171,8 +174,10 @@ def test_the_host_never_waits_inside_a_block(monkeypatch, order):
             x0 = decoder.decode(masks, commit, 64)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert (x0 != 999).all() and int(cache.lengths[0]) == 64
+    assert (x0 != 999).all() and decoder.cache.lengths.tolist() == [64, 64]
     assert launched == [decoder.blocks[False], decoder.blocks[True]]
+    assert [torch.equal(plain.decode(masks, commit, 64), x0) for commit in (False, True)] == [False, True]
+    assert decoder.passes == plain.passes
     if order == "threshold":
         assert 2 < decoder.passes < 128
     else:
