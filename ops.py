@@ -437,9 +437,9 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
 
     q, k, v (b, h, m, e): m new tokens in whole blocks of block_len; a token sees the cache, the new
     blocks before its own, and its own block both ways. Of a single block q may hold any tokens, in any
-    number, for they see the same. k_cache, v_cache (c, h, max_len, e): row i sees
-    the first lengths[i] positions of cache i mod c; nothing after them need hold anything. lengths (b,)
-    int64. Returns (b, h, m, e).
+    number: all see the same. k_cache, v_cache (c, h, max_len, e): row i sees the first lengths[i]
+    positions of cache i mod c; nothing after them need hold anything. lengths (b,) int64. Returns the
+    shape of q.
     """
     if k_cache.size(2) == 0 and k.size(2) == block_len:
         return F.scaled_dot_product_attention(q, k, v)

@@ -176,8 +176,8 @@ def test_the_host_never_waits_inside_a_block(monkeypatch, order):
         torch.cuda.set_sync_debug_mode("default")
     assert (x0 != 999).all() and decoder.cache.lengths.tolist() == [64, 64]
     assert launched == [decoder.blocks[False], decoder.blocks[True]]
-    assert [torch.equal(plain.decode(masks, commit, 64), x0) for commit in (False, True)] == [False, True]
-    assert decoder.passes == plain.passes
+    plain.decode(masks, False, 64)
+    assert torch.equal(plain.decode(masks, True, 64), x0) and decoder.passes == plain.passes
     if order == "threshold":
         assert 2 < decoder.passes < 128
     else:

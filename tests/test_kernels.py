@@ -539,13 +539,12 @@ def test_gumbel_argmax_equals_its_twin(monkeypatch, v, dtype):
 
 
 def test_uniform_equals_its_twin(monkeypatch):
-    key = (torch.tensor(x, device=DEVICE) for x in ([0, 2 ** 63 - 1], [0, 7], [2 ** 31, 5]))
-    seed, step, begin = key
+    key = [torch.tensor(x, device=DEVICE) for x in ([0, 2 ** 63 - 1], [0, 7], [2 ** 31, 5])]    # seed, step, begin
     for n, purpose in ((1, -2), (300, -1)):
         got = []
         for choice in ("torch", "triton"):
             monkeypatch.setitem(ops.KERNELS, "draw", choice)
-            got.append(ops.uniform(n, purpose, seed, step, begin))
+            got.append(ops.uniform(n, purpose, *key))
         assert got[0].shape == (2, n) and torch.equal(*got)
 
 
