@@ -157,7 +157,9 @@ def test_a_step_that_is_not_finite_is_skipped_and_three_in_a_row_stop_the_run(co
 def test_told_to_end_it_saves_and_resume_goes_on(corpus, tmp_path, how):
     out = str(tmp_path / "out")
     argv = TINY + [f"--data={corpus}", f"--out_dir={out}", "--max_iters=100000", "--eval_interval=100000"]
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)      # under nohup it would be ignored
     process = subprocess.Popen([sys.executable, "train.py", *argv], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGHUP, before)
     for line in process.stdout:
         if "loss" in line:
             break
