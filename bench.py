@@ -11,14 +11,8 @@ Compilation, capture and warm-up are apart from the measurement; every run print
 versions and the kernels chosen, and ends in one JSON line. On a CPU: the same, small.
 """
 import contextlib
-import dataclasses
-import importlib
 import json
-import os
-import pathlib
-import platform
 import statistics
-import subprocess
 import sys
 import time
 
@@ -26,13 +20,14 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import ops
-from configurator import ConfigError, check, check_file, configure, script
+import paper
+from configurator import ConfigError, check, check_file, configure, script, write_file
 from data import DataError
-from model import Attention, BlockDiffusionLM, ModelError, config_from_file
-from operations import OPERATIONS, update
-from sample import Sampler, make_decoder, prepare_for_inference
-from train import Parallel, ShardedAdamW, matmul_ceiling, train_flops
+from decoders import Sampler
+from model import BlockDiffusionLM, ModelError, config_from_file, train_flops
+from parallel import (Parallel, ShardedAdamW, compile_layers, described, hardware, matmul_ceiling,
+                      select_kernels)
+from sample import open_engine
 
 # -- settings --
 only = []                               # config files or operations, e.g. ['mamba_h_350m']; []: all
@@ -51,19 +46,6 @@ compile = True
 dist_timeout = 300
 
 # -- measuring --
-MODELS = {                              # name and colour in every figure
-    "attention": ("full-sequence attention", "#7f7f7f"),
-    "diffumamba_h": ("full-sequence DiffuMamba-H", "#e08214"),
-    "bdlm_attention": ("BDLM attention", "#2c7fb8"), "mamba_h": ("BDLM Mamba-H", "#b2182b")}
-PAPER_TRAIN = dict(zip(MODELS, [229_957, 223_825, 151_976, 166_849]))  # 8 x A100, tokens/s
-LADDER = {2 ** i: f"{2 ** i // 1000}K" if i > 9 else str(2 ** i) for i in range(8, 18)}
-LADDER |= {200_000: "", 262_144: "262K"}                # lengths, and their names on an axis
-PAPER_SAMPLE = {kind: dict(zip(LADDER, speeds)) for kind, speeds in zip(MODELS, [  # 1 x A100
-    [1035, 915, 1421, 1062, 761, 351, 122, 36], [470, 541, 498, 461, 387, 429, 240, 101, 35],
-    [1935, 1887, 1955, 1927, 1728, 1663, 1331, 508, 263, 142, 91, 74],
-    [1146, 1167, 1082, 1158, 1019, 1281, 1234, 941, 694, 450, 364, 278]])}
-
-
 def synchronize(dev):
     if dev.type == "cuda":
         torch.cuda.synchronize()
@@ -101,61 +83,6 @@ def measured_ceilings(dev):
 def limit_ms(flops, nbytes, ceilings):
     """Milliseconds that the FLOPs alone or the bytes alone would take, whichever is longer."""
     return 1e-9 * max(flops / ceilings["matmul_tflops"], nbytes / ceilings["copy_tb_s"])
-
-
-def hardware(dev):
-    """What a figure needs beside it: device, driver, clocks, versions, the revision of this code."""
-    cpu = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-    record = dict(name=cpu, torch=torch.__version__, python=platform.python_version(), device=dev)
-    folder = pathlib.Path(__file__).parent
-    git = ["git", f"--git-dir={folder / '.git'}", f"--work-tree={folder}", "describe", "--always", "--dirty"]
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        record["revision"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    if dev.type == "cuda":
-        gpu = torch.cuda.get_device_properties(dev)
-        keys = "driver_version,clocks.sm,clocks.mem,temperature.gpu"
-        smi = ["nvidia-smi", f"--id=GPU-{gpu.uuid}", f"--query-gpu={keys}", "--format=csv,noheader"]
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            found = subprocess.run(smi, capture_output=True, text=True, check=True).stdout
-            record.update(zip(keys.split(","), found.strip().split(", ")))
-        with contextlib.suppress(ImportError):
-            record["triton"] = importlib.import_module("triton").__version__
-        record["name"] = gpu.name
-    return {k: str(v) for k, v in record.items()}
-
-
-def described(record):
-    """hardware() in one line, the name first."""
-    rest = [f"{key} {value}" for key, value in record.items() if key != "name"]
-    return ", ".join([str(record.get("name", "unknown device")), *rest])
-
-
-def named_config(name):
-    """The ModelConfig of config/<name>.py. Raises ConfigError with the names that there are."""
-    folder = pathlib.Path(__file__).parent / "config"
-    known = sorted(path.stem for path in folder.glob("*.py"))
-    if name not in known:
-        raise ConfigError(f"config/ has no {name!r}; it has {', '.join(known)}")
-    return config_from_file(str(folder / f"{name}.py"))
-
-
-def check_seq_len(c, s):
-    """Raises ConfigError unless a model of ModelConfig c takes sequences of s tokens."""
-    if not c.full_sequence and s % c.block_len:
-        raise ConfigError(f"seq_len is {s}, not whole blocks of the model's {c.block_len} tokens; "
-                          f"choose a multiple, such as {-(-s // c.block_len) * c.block_len}")
-    if s > c.rope_capacity:
-        raise ConfigError(f"seq_len is {s}; the model takes at most {c.rope_capacity}")
-
-
-def write_out(out, text):
-    """Writes the file, if it is wanted. Raises ConfigError where there is no room, say."""
-    try:
-        if out:
-            pathlib.Path(out).write_text(text)
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written ({error.strerror}); the results are on the "
-                          f"screen, so copy them from there") from error
 
 
 def release():
@@ -206,7 +133,7 @@ def run_all(parallel, names, make_rows, describe, rows_each=1):
 
 def models(size, dev):
     """Config files to run: the setting, or all four of a size; on a CPU the laptop's."""
-    return only or ([f"{kind}_{size}" for kind in MODELS] if dev.type == "cuda" else ["laptop"])
+    return only or ([f"{kind}_{size}" for kind in paper.MODELS] if dev.type == "cuda" else ["laptop"])
 
 
 # -- train --
@@ -222,12 +149,8 @@ def bench_train(parallel):
 
 def training_config(name):
     """The named configuration, for sequences of the setting seq_len."""
-    c = named_config(name)
-    if not seq_len:
-        return c
-    check_seq_len(c, seq_len)
-    block_len = seq_len if c.full_sequence else c.block_len
-    return dataclasses.replace(c, seq_len=seq_len, block_len=block_len)
+    config = config_from_file(name)
+    return config.for_length(seq_len) if seq_len else config
 
 
 def train_row(name, config, parallel, ceiling):
@@ -235,7 +158,7 @@ def train_row(name, config, parallel, ceiling):
     model = BlockDiffusionLM(config).to(dev)
     optimizer = ShardedAdamW(model, 1e-3, (0.9, 0.95), 0.1, parallel.rank, parallel.world)
     if compile and on_gpu:
-        model.compile_layers()
+        compile_layers(model)
     x0 = torch.randint(0, config.mask_id, (micro_batch_size, config.seq_len), device=dev)
     generator = torch.Generator(dev).manual_seed(parallel.rank)
     def step():
@@ -243,7 +166,7 @@ def train_row(name, config, parallel, ceiling):
         with torch.autocast(dev.type, torch.bfloat16, enabled=on_gpu):
             loss = model(x0, generator) / parallel.world
         loss.backward()
-        update(optimizer)
+        optimizer.clip_and_step(1e-4)
     median, spread, first = measure(step, dev)
     return dict(config=name, tok_per_s=x0.numel() * parallel.world / median, ms=1000 * median,
                 spread=spread, compile_s=first,
@@ -255,8 +178,8 @@ def train_row(name, config, parallel, ceiling):
 def format_train(r):
     if "error" in r:
         return f"{r['config']:<22}{r['error']}"
-    paper = PAPER_TRAIN.get(r["config"].removesuffix("_350m"), 0) / 8
-    beside = f"{r['tok_per_s'] / r['gpus'] / paper:.2f}x the paper's A100" if paper else ""
+    theirs = paper.TRAIN.get(r["config"].removesuffix("_350m"), 0) / 8
+    beside = f"{r['tok_per_s'] / r['gpus'] / theirs:.2f}x the paper's A100" if theirs else ""
     return (f"{r['config']:<22}{r['tok_per_s']:>10,.0f} tok/s {r['ms']:>8.1f} ms "
             f"+-{50 * r['spread']:.1f}% {100 * r['mfu']:>5.1f}% of matmul ceiling "
             f"{r['peak_gib']:>6.1f} GiB  compile {r['compile_s']:.0f} s   {beside}")
@@ -268,104 +191,108 @@ def bench_sample(parallel):
     """Generation at 700M, random weights, batch 1, p tokens a step: the paper's protocol."""
     dev, on_gpu = parallel.device, parallel.device.type == "cuda"
     def make_rows(name, ceilings):
-        config = named_config(name)
+        config = config_from_file(name)
         most = (65536 if config.full_sequence else config.rope_capacity) if on_gpu else 1024
         with torch.device(dev):
             model = BlockDiffusionLM(config)
         torch.nn.init.normal_(model.head.weight, std=0.02)
-        prepare_for_inference(model, torch.bfloat16 if on_gpu else torch.float32)
-        if compile and on_gpu:
-            model.compile_layers("denoise", "commit_and_denoise")
-        ladder = lengths or [n for n in LADDER if n <= most]
+        engine = open_engine("auto", model, torch.bfloat16 if on_gpu else torch.float32, compile and on_gpu)
+        model = engine[0]                               # the one from which it was prepared is freed
+        ladder = lengths or [n for n in paper.LADDER if n <= most]
         rows, parts = full_sequence_rows, [ladder]
-        if not config.full_sequence:                    # see kernels_attention.SHORT_CACHE
+        if not config.full_sequence:                    # SHORT_CACHE of fast/cached_attention.py parts them
             rows, parts = block_rows, [[n for n in ladder if n <= 8192], [n for n in ladder if n > 8192]]
-        for row in (row for part in parts if part for row in rows(model, dev, part)):
-            paper = PAPER_SAMPLE.get(name.removesuffix("_700m"), {}).get(row["length"])
-            yield dict(config=name, **row, **limit_of_step(row, model, ceilings), paper=paper)
+        for row in (row for part in parts if part for row in rows(*engine, part)):
+            theirs = paper.SAMPLE.get(name.removesuffix("_700m"), {}).get(row["length"])
+            yield dict(config=name, **row, **limit_of_step(row, model, ceilings), paper=theirs)
     names, longest = models("700m", dev)[::-1], max(lengths, default=0)
     for name in names:
-        if longest > named_config(name).rope_capacity:
-            raise ConfigError(f"lengths go up to {longest}; {name} makes at most "
-                              f"{named_config(name).rope_capacity} tokens")
-    return run_all(parallel, names, make_rows, format_sample, len(lengths or LADDER))
+        if longest > (most := config_from_file(name).rope_capacity):
+            raise ConfigError(f"lengths go up to {longest}; {name} makes at most {most} tokens")
+    return run_all(parallel, names, make_rows, format_sample, len(lengths or paper.LADDER))
 
 
-def new_decoder(model, cache, l):
-    """A decoder of the active block of l tokens, and what a row says of it: whether its steps are
-    CUDA graphs or eager, and the seconds that compiling and capturing took."""
-    dev, started, c = cache.lengths.device, time.perf_counter(), model.config
-    sampler = Sampler([0], tokens_per_step=tokens_per_step, mask_id=c.mask_id)
-    decoder = make_decoder("auto" if dev.type == "cuda" else "fused", model, cache, sampler, l)
+def open_decoder(model, new_decoder, cache, l):
+    """A decoder of the active block of l tokens, and what a row says of it: its engine, and the seconds that
+    compiling and capturing took."""
+    dev, started = cache.lengths.device, time.perf_counter()
+    sampler = Sampler([0], tokens_per_step=tokens_per_step, mask_id=model.config.mask_id)
+    decoder = new_decoder(model, cache, sampler, l)
     synchronize(dev)
-    return decoder, dict(engine="graphs" if decoder.graphs else "eager",
-                         capture_s=time.perf_counter() - started)
+    return decoder, dict(engine=decoder.engine, capture_s=time.perf_counter() - started)
 
 
-def block_rows(model, dev, ladder):
+def block_rows(model, new_decoder, ladder):
     """Rows of a block model, in one cache of the capacity that the longest needs. The time of one block
     (commit of the last one included) is measured at several prefix lengths; a generation is the sum over
     its blocks, interpolated between them.
     `whole` lengths are generated from an empty prefix to the end too, short ones several times."""
-    c = model.config
-    l = c.block_len
+    l, dev = model.config.block_len, model.embed.weight.device
     capacity = (-(-max(ladder) // l) - 1) * l           # the last block is never committed
     cache = model.new_cache(1, max(capacity, l), l)
-    decoder, about = new_decoder(model, cache, l)
+    decoder, about = open_decoder(model, new_decoder, cache, l)
     fill(cache, model)
-    masks, found = torch.full((1, l), c.mask_id, device=dev), []
+    mask_id, found = model.config.mask_id, []
+    masks, x0 = torch.full((1, l), mask_id, device=dev), torch.randint(0, mask_id, (1, l), device=dev)
     usual = (0, l, 1024, 4096, 16384, 32768, 65536, 131072)        # the first block has nothing to commit
     at = sorted({capacity, *(prefix for prefix in usual if prefix < capacity)})
     for prefix in at:
         def block():
             cache.lengths.fill_(max(prefix - l, 0))     # the commit brings it to prefix
-            decoder.decode(masks, prefix > 0, l)
+            if prefix:
+                decoder.commit(x0)
+            decoder.decode(masks, [l])
         found.append(measure(block, dev, in_a_row=4))   # as in a generation, where none is waited for
     seconds, spread, first = zip(*found)
-    about["capture_s"] += max(0, sum(first) - sum(seconds))         # eager steps compile there
+    about["capture_s"] += max(0, sum(first) - sum(seconds))         # steps that are not graphs compile there
     for length in ladder:
         every_block = np.interp(range(0, length, l), at, seconds)
         row = dict(length=length, tok_per_s=length / float(every_block.sum()),
                    how="integrated", spread=max(spread), cache_bytes=cache.nbytes,
                    prefixes=at, block_ms=[1000 * s for s in seconds], **about)
         if length in whole:
-            times = []
-            for _ in range(max(1, 8192 // length)):
-                cache.clear()
-                synchronize(dev)
-                begin = time.perf_counter()
-                for i in range(-(-length // l)):
-                    decoder.decode(masks, i > 0, l)
-                synchronize(dev)
-                times.append(time.perf_counter() - begin)
-            row.update(integrated=row["tok_per_s"], how="whole", tok_per_s=length / statistics.median(times))
+            whole_s = statistics.median(generation_s(decoder, cache, masks, -(-length // l))
+                                        for _ in range(max(1, 8192 // length)))
+            row.update(integrated=row["tok_per_s"], how="whole", tok_per_s=length / whole_s)
         yield row
+
+
+def generation_s(decoder, cache, masks, n_blocks):
+    """Seconds of a generation of so many blocks after an empty prefix."""
+    cache.clear()
+    synchronize(masks.device)
+    started = time.perf_counter()
+    for i in range(n_blocks):
+        if i:
+            decoder.commit(x0)
+        x0 = decoder.decode(masks, [masks.size(1)])
+    synchronize(masks.device)
+    return time.perf_counter() - started
 
 
 def fill(cache, model):
     """Fills a cache with what the model makes of random tokens, keys and values repeated: how fast a GPU
     multiplies depends on the numbers."""
-    l = model.config.block_len
-    n = min(max(8192 // l, 1) * l, cache.max_len)
-    model.prefill(torch.randint(0, model.config.mask_id, (1, n), device=cache.lengths.device), cache)
-    for layer, state in zip(model.layers, cache.layers):
-        if isinstance(layer.mixer, Attention):
-            for part in state:
-                for i in range(n, cache.max_len, n):
-                    part[:, :, i:i + n] = part[:, :, :min(n, cache.max_len - i)]
+    c = model.config
+    n = min(max(8192 // c.block_len, 1) * c.block_len, cache.max_len)
+    model.prefill(torch.randint(0, c.mask_id, (1, n), device=cache.lengths.device), cache)
+    for state in cache.layers[::c.attn_every]:          # (keys, values) of the attention layers
+        for part in state:
+            for i in range(n, cache.max_len, n):
+                part[:, :, i:i + n] = part[:, :, :min(n, cache.max_len - i)]
 
 
-def full_sequence_rows(model, dev, ladder):
+def full_sequence_rows(model, new_decoder, ladder):
     """Rows of a full-sequence model: L / p steps over a window of L tokens, each the same work."""
     for length in ladder:
         row = dict(length=length, how="step x L / p")
         release()                                       # dynamo compiles a function for few lengths only
         with noting(row):
-            decoder, about = new_decoder(model, model.new_cache(1, 0, length), length)
+            decoder, about = open_decoder(model, new_decoder, model.new_cache(1, 0, length), length)
             def step():
-                decoder.rewind()
-                decoder.graphs[False].replay() if decoder.graphs else decoder.denoise(False)
-            median, row["spread"], first = measure(step, dev)
+                decoder.block.rewind()
+                decoder.step()
+            median, row["spread"], first = measure(step, model.embed.weight.device)
             about["capture_s"] += max(0, first - median)
             row.update(about, tok_per_s=tokens_per_step / median)
         decoder = None                                  # frees its memory before the next
@@ -411,32 +338,33 @@ def format_sample(r):
     name = f"{r['config']:<20}{r.get('length', ''):>8}"
     if "error" in r:
         return f"{name} {r['error']}"
-    paper = r["paper"] and f"{r['tok_per_s'] / r['paper']:.1f}x the paper's A100 ({r['paper']:,})"
+    beside = r["paper"] and f"{r['tok_per_s'] / r['paper']:.1f}x the paper's A100 ({r['paper']:,})"
     also = f" ({r['integrated']:,.0f} integrated)" if "integrated" in r else ""
     return (f"{name}{r['tok_per_s']:>10,.0f} tok/s  {r['how']}{also}  {r['ms_per_step']:.2f} ms "
             f"a step +-{50 * r['spread']:.1f}%, {100 * r['of_limit']:.0f}% of its limit, "
-            f"{r['engine']}, compile and capture {r['capture_s']:.1f} s  {paper or ''}")
+            f"{r['engine']}, compile and capture {r['capture_s']:.1f} s  {beside or ''}")
 
 
 # -- ops --
-def bench_ops(parallel):
-    """Each heavy operation beside the library a user would otherwise pick and beside its limit."""
+def bench_ops(parallel, operations):
+    """Each heavy operation beside the library a user would otherwise pick and beside its limit. operations: those of
+    tools/operations.py, {name: a generator of comparisons}."""
     dev = parallel.device
     for name in only:
-        check(dict(only=name), choices=dict(only=[*OPERATIONS]))
+        check(dict(only=name), choices=dict(only=[*operations]))
     on_gpu = dev.type == "cuda"
     def make_rows(name, ceilings):
         kind = dict(device=dev, dtype=torch.bfloat16 if on_gpu else torch.float32)
-        for comparison in OPERATIONS[name](kind, on_gpu, on_gpu and compile):
+        for comparison in operations[name](kind, on_gpu, on_gpu and compile):
             row = op_row(dev, **comparison)
             row["limit_ms"] = limit_ms(row["flops"], row["bytes"], ceilings)
             row["of_limit"] = row["limit_ms"] / row.get("ms", float("inf"))
             yield row
-    return run_all(parallel, only or OPERATIONS, make_rows, format_op, 3)
+    return run_all(parallel, only or operations, make_rows, format_op, 3)
 
 
 def op_row(dev, op, ours, others, flops, nbytes, count=1, graph=True):
-    """A row of one comparison of operations.py: what is timed, and the fields as there."""
+    """A row of one comparison of tools/operations.py: what is timed, and the fields as there."""
     row = dict(op=op, flops=flops, bytes=nbytes, **timed(ours, dev, count, graph), others={})
     for name, f in others.items():
         other = row["others"][name] = timed(f, dev, count, graph)
@@ -484,9 +412,6 @@ def format_op(r):
     return f"{r.get('op', r.get('config')):<41} {beside} | {ours}"
 
 
-BENCHES = dict(train=bench_train, sample=bench_sample, ops=bench_ops)
-
-
 def check_settings():
     """Raises, before anything is measured, for settings that cannot work."""
     check(globals(), least=dict(iterations=1, warmup=0, micro_batch_size=1, tokens_per_step=1,
@@ -498,36 +423,39 @@ def check_settings():
     check_file("out", out)
 
 
-def main(words):
+def main(words, operations=None, plot=None):
+    """Runs a subcommand. operations and plot: what `ops` and `plot` hand over to, see tools/."""
+    benches = dict(train=bench_train, sample=bench_sample, ops=lambda parallel: bench_ops(parallel, operations))
     what, words, files = (words or ["--help"])[0], words[1:], []
     if what in ("-h", "--help"):
         configure(globals(), ["--help"])                # and exits
-    if what not in (*BENCHES, "plot"):
-        raise ConfigError(f"there is no subcommand {what!r}, only {', '.join(BENCHES)} and plot")
+    if what not in (*benches, "plot"):
+        raise ConfigError(f"there is no subcommand {what!r}, only {', '.join(benches)} and plot")
     if what == "plot":                                  # files stand anywhere but behind `--name`
         files = [word for before, word in zip(["", *words], words) if not word.startswith("--")
                  and (not before.startswith("--") or "=" in before)]
     configure(globals(), [word for word in words if word not in files])
     if what == "plot":
-        from assets.throughput import plot              # needs matplotlib, which measuring does not
         return plot(files, figures)
     check_settings()
     parallel = Parallel(device, dist_timeout)
-    line = ops.select_kernels(kernels, parallel.device)
+    line = select_kernels(kernels, parallel.device)
     before, when = hardware(parallel.device), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     if parallel.rank == 0:
         print(f"{parallel.world} x {described(before)} | {line}", flush=True)
-    result = dict(bench=what, when=when, **BENCHES[what](parallel), hardware=before,
+    result = dict(bench=what, when=when, **benches[what](parallel), hardware=before,
                   after=hardware(parallel.device), kernels=line)
     if parallel.rank == 0:
         print(f"after: {described(result['after'])}")
         print(json.dumps(result), flush=True)           # first, as writing may still fail
-        write_out(out, json.dumps(result, indent=1))
+        write_file(out, json.dumps(result, indent=1))
     parallel.close()
 
 
 if __name__ == "__main__":
     # argv is cleared because torch.compile pastes it, unquoted, into the code it writes.
     _words, sys.argv[1:] = sys.argv[1:], []
-    with script("bench.py", DataError, ModelError, ops.KernelError):
-        main(_words)
+    with script("bench.py", DataError, ModelError):
+        from tools.operations import OPERATIONS
+        from tools.throughput import plot               # matplotlib is imported when it draws
+        main(_words, OPERATIONS, plot)

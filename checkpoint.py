@@ -1,24 +1,26 @@
 """
-Checkpoints: weights, configuration, optimizer, step and versions in one file. The format is known here
-and nowhere else. Reading never runs code; writing never leaves half a file.
+Everything that is kept on disk: checkpoints (weights, configuration, optimizer, step and versions in one file), and
+prompts as a model has read them. The formats are known here and nowhere else. Reading never runs code; writing never
+leaves half a file.
 
     python -m pytest tests/test_model.py -k checkpoint        what is claimed here, shown
+    python -m pytest tests/test_sample.py -k saved            going on from a saved prompt equals the prompt itself
 """
 import dataclasses
+import hashlib
 import os
 import platform
 import zipfile
 
 import torch
 
-from model import BlockDiffusionLM, ModelConfig, ModelError
+from model import BlockDiffusionLM, Cache, ModelConfig, ModelError
 
 
 def save_checkpoint(path, model, **extra):
     """Writes weights, configuration, versions and `extra`, tensors and plain values, to path."""
-    state = {k.replace("_orig_mod.", ""): v for k, v in model.state_dict().items()}
     save_atomically(path, dict(
-        format="nanobdlm-1", config=dataclasses.asdict(model.config), model=state,
+        format="nanobdlm-1", config=dataclasses.asdict(model.config), model=model.state_dict(),
         versions=dict(torch=str(torch.__version__), python=platform.python_version()), **extra))
 
 
@@ -71,3 +73,82 @@ def load_model(path, device="cpu"):
         raise ModelError(f"{path} holds weights of another configuration: "
                          f"{str(error).splitlines()[0]}") from error
     return model.eval(), record
+
+
+# ----------------------------------------------------------------------------------------------
+# A prompt that is read once and continued many times: what a model leaves behind of it. A saved one is of use to the
+# same weights in the same dtype alone.
+
+@dataclasses.dataclass
+class Prefix:
+    """A prompt as a model has read it. The tokens behind the last whole block are not in the cache:
+    they are the known part of the first block that is generated."""
+    tokens: torch.Tensor                # (m,) int64, all of the prompt
+    cache: Cache                        # of one row, exactly as long as the prompt's whole blocks
+
+
+def copy_row(source, target):
+    """Makes the empty one-row cache `target` hold what the shorter or equal `source` holds."""
+    for theirs, mine in zip(source.layers, target.layers):
+        for a, b in zip(theirs, mine):
+            b[tuple(slice(n) for n in a.shape)].copy_(a)
+    target.lengths.copy_(source.lengths)
+
+
+def need_cache(config):
+    """Raises ModelError for a model that keeps no cache."""
+    if config.full_sequence:
+        raise ModelError("a full-sequence model has no prefix cache: give it the prompt itself")
+
+
+def read_prefix(model, tokens, before=None, on_chunk=None):
+    """The Prefix of tokens (m,), after those of the Prefix `before` if there is one. on_chunk(n) is
+    called whenever n more have been read. Raises ModelError where the model has no cache."""
+    need_cache(model.config)
+    tokens = tokens.cpu() if before is None else torch.cat([before.tokens, tokens.cpu()])
+    l = model.config.block_len
+    cache = model.new_cache(1, len(tokens) // l * l)
+    if before is not None:
+        copy_row(before.cache, cache)
+    held = int(cache.lengths)
+    model.prefill(tokens[None, held:cache.max_len].to(cache.lengths.device), cache, on_chunk=on_chunk)
+    return Prefix(tokens, cache)
+
+
+def fingerprint(model, dtype):
+    """sha256 of the configuration, the dtype that generation runs in, and every weight, before any is cast or prepared
+    for generation: so every engine makes the same one."""
+    digest = hashlib.sha256(f"{model.config!r} {dtype}".encode())
+    for name, p in model.named_parameters():
+        digest.update(f"{name} {p.dtype} {tuple(p.shape)}".encode())
+        digest.update(p.detach().contiguous().view(torch.uint8).cpu().numpy())
+    return digest.hexdigest()
+
+
+def save_prefix(path, prefix, mark):
+    """Writes a Prefix, atomically; mark: the `fingerprint` of its model. Raises ModelError where that fails."""
+    layers = [tuple(part.cpu() for part in state) for state in prefix.cache.layers]
+    save_atomically(path, dict(format="nanobdlm-prefix-2", fingerprint=mark, tokens=prefix.tokens, layers=layers))
+
+
+def load_prefix(path, config, mark):
+    """Reads a Prefix as plain data, left on disk until it is copied. Raises ModelError if it is no whole file of this
+    kind, or was made by other weights, another configuration or another dtype."""
+    need_cache(config)
+    if not os.path.isfile(path):
+        raise ModelError(f"there is no saved cache at {path}; make one with --save_cache={path}")
+    try:
+        record = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if record["format"] not in ("nanobdlm-prefix-1", "nanobdlm-prefix-2"):
+            raise KeyError(record["format"])
+    except Exception as error:
+        raise ModelError(f"{path} is not a whole saved cache (truncated or another format: "
+                         f"{type(error).__name__}); make it again with --save_cache") from error
+    if record["format"] == "nanobdlm-prefix-1":
+        raise ModelError(f"{path} was saved by an earlier version, which kept weights prepared for generation as its "
+                         f"fingerprint; make it again with --save_cache")
+    if record["fingerprint"] != mark:
+        raise ModelError(f"{path} was saved with other weights, another configuration or another dtype; make it again "
+                         f"with --save_cache")
+    held = len(record["tokens"]) // config.block_len * config.block_len
+    return Prefix(record["tokens"], Cache(record["layers"], torch.tensor([held]), held))

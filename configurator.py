@@ -82,11 +82,22 @@ def parse_value(text, default):
     return value
 
 
+def find_config(path):
+    """The path of a config file: as it is named, or seen from the repository's folder, so that config/NAME.py is found
+    from anywhere. Raises ConfigError with the names that there are."""
+    root = os.path.dirname(os.path.abspath(__file__))
+    for found in (path, os.path.join(root, path)):
+        if os.path.isfile(found):
+            return found
+    known = sorted(name[:-3] for name in os.listdir(os.path.join(root, "config")) if name.endswith(".py"))
+    raise ConfigError(f"config file {path} does not exist; config/ has {', '.join(known)}; a setting is written "
+                      f"--name=value")
+
+
 def read_file(path, settings):
-    """Executes a config file over a copy of the settings and returns the names that it assigned."""
-    if not os.path.isfile(path):
-        raise ConfigError(f"config file {path} does not exist; name one of config/*.py, or a setting as "
-                          f"--name=value")
+    """Executes a config file over a copy of the settings and returns the names that it assigned. Raises ConfigError
+    for a file that does not exist or that fails."""
+    path = find_config(path)
     scope = dict(settings, __file__=path, __name__="config")
     try:
         with open(path, encoding="utf-8-sig") as f:
@@ -173,6 +184,17 @@ def check_file(name, path):
         writable = False
     if path and not writable:
         raise ConfigError(f"{name} is {path}, which cannot be written; name another file")
+
+
+def write_file(path, text):
+    """Writes the results of a script, where a path is given. Raises ConfigError where there is no room, say."""
+    try:
+        if path:
+            with open(path, "w") as f:
+                f.write(text)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}); the results are on the "
+                          f"screen, so copy them from there") from error
 
 
 @contextlib.contextmanager

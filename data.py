@@ -4,7 +4,8 @@ A prepared folder holds uint16 shards (train_00000.bin, ...), for each split a t
 document's tokens and UTF-8 bytes, and meta.json, written last: a folder without it is unfinished.
 Documents lie one behind another, end-of-text after each; bits per byte divide by the bytes of the
 documents. Question sets are read here as well, one <task>.jsonl each. The default corpus is made
-here; text and questions from elsewhere are prepare.py's.
+here; text and questions from elsewhere are made by tools/prepare.py, which training never needs.
+The noise of a sequence is a function of (seed, number of the sequence) and is seeded here too.
 
     python data.py stdlib                                   # the default corpus: no download
     python data.py jsonl *.jsonl.zst --val valid.jsonl --tokenizer gpt2 --out data/mine
@@ -14,6 +15,7 @@ import errno
 import functools
 import hashlib
 import json
+import math
 import os
 import platform
 import shlex
@@ -337,6 +339,19 @@ def permutation(seed, epoch, n):
     return np.random.RandomState([seed % 2**32, epoch]).permutation(n)
 
 
+# A seed of its own for each sequence, so that its noise does not depend on its batch.
+
+def noise_seeds(seed, samples):
+    """A seed for each of the sample numbers: a list of int, of 63 bits each."""
+    seeds = (np.random.SeedSequence([seed, int(i)]).generate_state(1, np.uint64)[0] for i in samples)
+    return [int(s) & (2 ** 63 - 1) for s in seeds]
+
+
+def noise_generators(seed, samples):
+    """CPU generators with these seeds."""
+    return [torch.Generator().manual_seed(s) for s in noise_seeds(seed, samples)]
+
+
 class TokenData:
     """One split of a prepared folder: a run of tokens on disk, cut into windows.
 
@@ -432,6 +447,11 @@ class TokenData:
     def documents(self):
         """Every document's tokens (end-of-text included) and UTF-8 bytes: uint32 (documents, 2)."""
         return np.fromfile(self.path / f"{self.split}_docs.bin", "<u4").reshape(-1, 2)
+
+
+def bits_per_byte(nats_per_token, n_tokens, n_bytes):
+    """Bits per UTF-8 byte of the source text."""
+    return nats_per_token * n_tokens / math.log(2) / n_bytes
 
 
 def byte_baselines(train_tokens, val_tokens):
@@ -539,7 +559,7 @@ def show(path):
 
 
 if __name__ == "__main__":
-    # Here this file is __main__. prepare imports it once more as `data` and sees only that copy, so
-    # there is nothing else in this part: a DataError is always data.DataError.
-    from prepare import main
+    # Here this file is __main__. tools.prepare imports it once more as `data` and sees only that copy,
+    # so there is nothing else in this part: a DataError is always data.DataError.
+    from tools.prepare import main
     main(sys.argv[1:])

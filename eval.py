@@ -25,16 +25,18 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
 import ops
+import paper
 import sample
-from bench import check_seq_len, hardware, write_out
 from checkpoint import load_model
-from configurator import ConfigError, check, check_file, configure, script
-from data import DataError, TokenData, get_tokenizer, load_questions, sha256, task_paths
-from model import PAPER_PARAMS, ModelError
-from prepare import need
-from train import Parallel, bits_per_byte, noise_generators, noise_seeds
+from configurator import ConfigError, check, check_file, configure, script, write_file
+from data import (DataError, TokenData, bits_per_byte, get_tokenizer, load_questions, noise_generators,
+                  noise_seeds, sha256, task_paths)
+from decoders import Sampler
+from model import ModelError, cast_for_inference
+from parallel import Parallel, hardware, select_kernels
 
 # ---------------------------------------------------------------------------------------------
 # Settings
@@ -66,16 +68,6 @@ kernels = "auto"                        # auto, or torch to force the plain twin
 dist_timeout = 300
 # ---------------------------------------------------------------------------------------------
 
-# tab:validation-87m-best, accuracies from -87m-full, and tab:validation-350m: learning rate, then
-# perplexity, bits per byte and masked-token accuracy on C4 and on Paloma's C4, and MCQA.
-PAPER = {
-    "attention_87m": (8e-3, 87.64, 1.41, 12.04, 83.25, 1.39, 12.43, 35.03),
-    "diffumamba_h_87m": (4e-3, 83.73, 1.39, 12.08, 80.42, 1.38, 12.50, 37.32),
-    "bdlm_attention_87m": (4e-3, 76.46, 1.37, 11.29, 70.81, 1.34, 11.43, 36.31),
-    "mamba_h_87m": (8e-3, 61.59, 1.30, 11.92, 58.48, 1.28, 11.99, 35.58),
-    "bdlm_attention_350m": (1.23e-3, 36.97, 1.14, None, 36.14, 1.13, None, 41.28),
-    "mamba_h_350m": (2.65e-3, 38.24, 1.15, None, 36.81, 1.13, None, 43.29),
-}
 TABLES = {                              # parts of a result, and the columns of their tables
     "text": "ppl:2 bpb:4 acc:2 nelbo:4 nelbo_se_noise:4 bytes_per_token:3 documents tokens "
             "tok_per_s:0",
@@ -114,8 +106,8 @@ def gather(parallel, array):
 
 def progress(parallel, what, total, unit):
     """A bar with ETA on the first rank's stderr."""
-    return need("tqdm").tqdm(desc=what, total=total, unit=unit, file=sys.stderr, leave=False,
-                             unit_scale=True, disable=parallel.rank > 0)
+    return tqdm(desc=what, total=total, unit=unit, file=sys.stderr, leave=False, unit_scale=True,
+                disable=parallel.rank > 0)
 
 
 def masked_cross_entropy(model, hidden, target, tile_elements=2 ** 25):
@@ -385,23 +377,24 @@ def text_figures(tokens):
     return dict(figures, repetition=sum(again) / len(tokens))
 
 
-def continuations(model, prompts, parallel):
-    """A continuation by `length` tokens of each prompt (n, m): int64 (n, length), on all ranks."""
-    n, m = prompts.shape
+def continuations(engine, prompts, parallel):
+    """A continuation by `length` tokens of each prompt (n, m): int64 (n, length), on all ranks. engine: what
+    sample.open_engine returned."""
+    (n, m), (model, new_decoder) = prompts.shape, engine
     c, made = model.config, np.zeros((n, length))
     block = m + length if c.full_sequence else c.block_len
     mine = range(parallel.rank, n, parallel.world)
     with progress(parallel, "generation", len(mine) * length, "tok") as bar:
         for rows in batches(mine, batch_size):
-            sampler = sample.Sampler(noise_seeds(seed, rows), mask_id=c.mask_id,
-                                     tokens_per_step=tokens_per_step or max(block // 16, 1))
-            done = sample.generate(model, list(prompts[list(rows)]), length, sampler)
+            sampler = Sampler(noise_seeds(seed, rows), mask_id=c.mask_id,
+                              tokens_per_step=tokens_per_step or max(block // 16, 1))
+            done = sample.generate(model, list(prompts[list(rows)]), length, sampler, new_decoder)
             made[rows] = torch.stack(done.tokens)[:, m:].cpu()
             bar.update(len(rows) * length)
     return gather(parallel, made).astype(np.int64)
 
 
-def evaluate_generation(model, tokenizer, folder, parallel, judge_model):
+def evaluate_generation(engine, tokenizer, folder, parallel, judge_model):
     """
     Continuations of validation text beside that text's own: {"generated", "validation": figures}.
     With a judge, also both's NELBO under it given the prompt, in nats per token. Standard errors
@@ -409,7 +402,7 @@ def evaluate_generation(model, tokenizer, folder, parallel, judge_model):
     """
     windows = TokenData(folder, "val", tokenizer.name).sequences(prompt_len + length, generate)
     prompts, results, started = windows[:, :prompt_len], {}, time.time()
-    made = continuations(model, prompts, parallel).tolist()
+    made = continuations(engine, prompts, parallel).tolist()
     seconds = time.time() - started
     for name, texts in dict(generated=made, validation=windows[:, prompt_len:].tolist()).items():
         figures = [text_figures(text) for text in texts]
@@ -433,7 +426,7 @@ def paper_name(model):
     c = model.config
     kind = ("diffumamba_h" if c.full_sequence else "mamba_h") if c.hybrid else \
         ("attention" if c.full_sequence else "bdlm_attention")
-    same = [name for name, millions in PAPER_PARAMS.items() if name.rsplit("_", 1)[0] == kind
+    same = [name for name, millions in paper.PARAMS.items() if name.rsplit("_", 1)[0] == kind
             and f"{model.n_params / 1e6:.2f}" == f"{millions:.2f}"]
     return same[0] if same else kind
 
@@ -460,7 +453,7 @@ def open_judge(tokenizer, dev, dtype):
     if theirs.name != tokenizer.name:
         raise ModelError(f"the judge reads {theirs.name} tokens and the model writes "
                          f"{tokenizer.name} tokens; choose a judge with the same tokenizer")
-    return model.to(dtype), known
+    return cast_for_inference(model, dtype), known
 
 
 def open_all(path, dev, dtype):
@@ -472,7 +465,7 @@ def open_all(path, dev, dtype):
     judge_model, known["judge"] = open_judge(tokenizer, dev, dtype)
     folders, s = data or [known["data"] or "data/stdlib"], seq_len or model.config.seq_len
     for folder in folders if data or not mcqa else []:
-        check_seq_len(model.config, s)
+        model.config.for_length(s)
         TokenData(folder, "val", tokenizer.name).n_windows(s)
     for writer in filter(None, (model, judge_model)) if generate else ():
         sample.plan(writer.config, [range(prompt_len)], length)
@@ -494,12 +487,13 @@ def evaluate(path, parallel, half):
                       for folder in folders if data or not mcqa}
     # The cache has the dtype of the weights, so what goes through it runs with weights in bf16, as
     # sample.py does; perplexity is measured like train.py's, with fp32 weights under autocast.
-    model = model.to(weights)
+    # A fast engine prepares its own weights from those in fp32, so it is opened before the cast.
+    engine = sample.open_engine("auto", model, weights) if generate else None
+    cast_for_inference(model, weights)
     if mcqa:
         result["mcqa"] = evaluate_questions(model, tokenizer, parallel)
     if generate:
-        result["generate"] = evaluate_generation(model, tokenizer, folders[0], parallel,
-                                                 judge_model)
+        result["generate"] = evaluate_generation(engine, tokenizer, folders[0], parallel, judge_model)
     return result
 
 
@@ -534,19 +528,19 @@ def print_result(result):
 
 def print_paper_table(results):
     """Several checkpoints in the layout of tab:validation-87m-full, the paper's figures beside."""
-    paper = [PAPER.get(r["model"], [None] * 8) for r in results]
+    theirs = [paper.RESULTS.get(r["model"], [None] * 8) for r in results]
     columns = [("model", [r["model"] for r in results]), ("LR", [r["lr"] for r in results]),
-               ("paper", [p[0] for p in paper])]
+               ("paper", [p[0] for p in theirs])]
     for folder in dict.fromkeys(folder for r in results for folder in r["text"]):
         name, ours = Path(folder).name, [r["text"].get(folder, {}) for r in results]
         first = dict(c4=1, paloma=4).get(name)
         for i, (key, label) in enumerate(dict(ppl="PPL", bpb="BPB", acc="acc").items()):
             columns.append((f"{name} {label}", [cell(r, key) for r in ours]))
             if first:
-                columns.append(("paper", [p[first + i] for p in paper]))
+                columns.append(("paper", [p[first + i] for p in theirs]))
     if mcqa:
         columns.append(("MCQA", [cell(r["mcqa"]["macro"], "acc") for r in results]))
-        columns.append(("paper", [p[7] for p in paper]))
+        columns.append(("paper", [p[7] for p in theirs]))
     print("\nside by side; paper: its best model of that shape")
     print_table(columns)
 
@@ -585,7 +579,7 @@ def main():
     check_settings()
     parallel, results = Parallel(device, dist_timeout), []
     half = dtype == "bfloat16" or (dtype == "auto" and parallel.device.type == "cuda")
-    line, machine = ops.select_kernels(kernels, parallel.device), hardware(parallel.device)
+    line, machine = select_kernels(kernels, parallel.device), hardware(parallel.device)
     if parallel.rank == 0:
         print(f"{parallel.world} x {machine.get('name')} {'bf16' if half else 'fp32'} | torch "
               f"{machine['torch']} | {line} | seed {seed}, {mc} noise samples"
@@ -599,7 +593,7 @@ def main():
             results.append(evaluate(path, parallel, half))
             if parallel.rank == 0:
                 print_result(results[-1])
-                write_out(out, record() + "\n")         # each time: a crash keeps what is done
+                write_file(out, record() + "\n")        # each time: a crash keeps what is done
     finally:
         if parallel.rank == 0 and results:
             if len(results) > 1:
@@ -609,6 +603,6 @@ def main():
 
 
 if __name__ == "__main__":
-    with script("eval.py", DataError, ModelError, ops.KernelError):
+    with script("eval.py", DataError, ModelError):
         configure(globals())
         main()

@@ -6,7 +6,7 @@ Partial Bidirectionality"; equation labels below are those of its source.
   in the code            meaning                                          in the paper
   x0, xt, t              clean tokens, noised tokens, noise level         b*, b_t, t
   clean, noisy           the two streams; only noisy tokens are scored    c^(k), b~_t^(k)
-  extend                 clean tokens read and append to the state        F_->(c), eq. boundary-state
+  extend                 clean tokens read the state and append to it     F_->(c), eq. boundary-state
   denoise                one noisy block reads it, never writes           eq. partial-reverse
   conv, ssm              the two parts of a Mamba boundary state          s_k
   Cache                  keys/values and boundary states of a prefix      C(c), eq. cacheable-layer
@@ -16,7 +16,6 @@ Partial Bidirectionality"; equation labels below are those of its source.
 """
 import dataclasses
 import glob
-import importlib.util
 import math
 import os
 import sys
@@ -27,6 +26,7 @@ import torch.nn.functional as F
 
 import ops
 from configurator import ConfigError, fit, read_file, script
+from paper import PARAMS
 
 
 class ModelError(ValueError):
@@ -87,6 +87,15 @@ class ModelConfig:
     @property
     def mask_id(self):
         return self.vocab_size - 1
+
+    def for_length(self, s):
+        """The same model for sequences of s tokens, which a full-sequence model takes as one block. Raises
+        ModelError unless s is whole blocks and within the rotary capacity."""
+        l = s if self.full_sequence else self.block_len
+        if s % l:
+            raise ModelError(f"seq_len {s} is not whole blocks of block_len {l}; choose a multiple of it, such as "
+                             f"{-(-s // l) * l}")
+        return dataclasses.replace(self, seq_len=s, block_len=l)
 
 
 @dataclasses.dataclass
@@ -161,9 +170,11 @@ class TimestepEmbedding(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------------
-# Mixers. Each has explicit paths: two_stream in training; with a cache extend, denoise, and
-# commit_and_denoise, which is one pass of the two. need_clean=False, at=(b, m): nobody reads what becomes
-# of clean tokens here, and only these positions of the active block are: so it is in the last layer.
+# Mixers. Both kinds have the same three paths, so a layer need not know which one it holds:
+#   two_stream   training: all clean and all noisy tokens at once
+#   extend       generation: finished blocks, which the mixer's part of the cache then holds as well
+#   denoise      generation: one active block, which reads the cache and writes nothing
+# Training and generation compute the same function. That is what makes the cache exact.
 
 class Attention(nn.Module):
     def __init__(self, config):
@@ -174,55 +185,48 @@ class Attention(nn.Module):
         self.out_proj = nn.Linear(d, d, bias=False)
 
     def project(self, u, rope):
-        """u (b, s, d) -> q, k, v, each (b, heads, s, head_dim), q and k rotated."""
-        qkv = self.qkv(u).unflatten(-1, (3, self.n_head, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        """u (b, s, d) -> q, k, v, each (b, h, s, e) with e = d / h; q and k are rotated."""
+        qkv = self.qkv(u).unflatten(-1, (3, self.n_head, -1))                  # (b, s, 3, h, e)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)                         # (b, h, s, e) each
         return rotate(q, *rope), rotate(k, *rope), v
 
     def merge(self, y):
+        """y (b, h, s, e) -> (b, s, d)."""
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
-    def two_stream(self, clean, noisy, rope, masks, need_clean):
-        """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes."""
+    def two_stream(self, clean, noisy, rope, masks, last):
+        """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes; no clean output in the last layer."""
         b, n_clean, _ = clean.shape
         cos, sin = rope
+        # A clean token and its noisy copy have the same position, hence the same rotation.
         q_clean, k_clean, v_clean = self.project(clean, (cos[:n_clean], sin[:n_clean]))
         if self.detach_prefix:
             k_clean, v_clean = k_clean.detach(), v_clean.detach()
-        parts = self.project(noisy.unflatten(0, (b, -1)).flatten(1, 2), rope)
+        q, k, v = self.project(noisy.unflatten(0, (b, -1)).flatten(1, 2), rope)        # (b, h, s, e) each
         y_clean, y = ops.two_stream_attention(
-            (q_clean if need_clean else None, k_clean, v_clean), parts, masks)
-        return self.merge(y_clean) if need_clean else None, self.merge(y).view_as(noisy)
+            (None if last else q_clean, k_clean, v_clean), (q, k, v), masks)
+        return None if last else self.merge(y_clean), self.merge(y).view_as(noisy)
 
-    def extend(self, u, state, lengths, rope, block_len, need_clean=True):
-        """Whole clean blocks u (b, m, d): attends block-causally and appends keys and values."""
+    def extend(self, u, state, lengths, rope, block_len):
+        """Finished blocks u (b, m, d): attends block-causally to the cache and to u, then appends u's keys and
+        values to the cache, behind the lengths (b,) tokens that it holds."""
         q, k, v = self.project(u, rope)
-        y = self.merge(ops.cached_attention(q, k, v, *state, lengths, block_len)) if need_clean else None
+        y = ops.cached_attention(q, k, v, *state, lengths, block_len)          # (b, h, m, e)
         self.append(k, v, state, lengths)
-        return y
+        return self.merge(y)                                                   # (b, m, d)
 
     def append(self, k, v, state, lengths):
-        """Writes k and v (b, h, m, e) into the cache, behind what it holds."""
+        """Writes k and v (b, h, m, e) into the cache, behind what each row holds."""
         rows = torch.arange(len(k), device=k.device)[:, None]
-        at = lengths[:, None] + torch.arange(k.size(2), device=k.device)
+        at = lengths[:, None] + torch.arange(k.size(2), device=k.device)       # (b, m)
         keys, values = state
         keys[rows, :, at], values[rows, :, at] = k.transpose(1, 2), v.transpose(1, 2)
 
-    def denoise(self, u, state, lengths, rope, at=None):
-        """One noisy block u (b, l, d): attends to the cache and itself, writes nothing."""
+    def denoise(self, u, state, lengths, rope):
+        """One noisy block u (b, l, d): attends to the cached prefix and to itself, writes nothing."""
         q, k, v = self.project(u, rope)
-        q = take(q.transpose(1, 2), at).transpose(1, 2)
-        return self.merge(ops.cached_attention(q, k, v, *state, lengths, u.size(1)))
-
-    def commit_and_denoise(self, u, state, lengths, rope, need_clean=True, at=None):
-        """u (2 b, l, d): finished blocks, then the active blocks after them, which see one block more of
-        the cache: lengths (2 b,). What they see there is appended first; a finished block sees its own keys
-        as they come."""
-        q, k, v = self.project(u, rope)
-        b = len(u) // 2
-        self.append(k[:b], v[:b], state, lengths[:b])
-        if not need_clean:
-            q, k, v, lengths = take(q[b:].transpose(1, 2), at).transpose(1, 2), k[b:], v[b:], lengths[b:]
+        # Every query sees the whole prefix and the whole block. There is no causal mask inside a block: a
+        # masked token may look at what was revealed to its right. That is what makes this diffusion.
         return self.merge(ops.cached_attention(q, k, v, *state, lengths, u.size(1)))
 
 
@@ -234,9 +238,7 @@ class Mamba2(nn.Module):
         d, di, n = config.d_model, config.d_inner, config.d_state
         self.heads, self.d_inner, self.d_state = di // config.mamba_head_dim, di, n
         self.chunk_len = config.chunk_len
-        # dt has a weight of its own, so that z, x, B and C are slices at multiples of 8, which tensor
-        # cores and 16-byte loads want.
-        self.in_proj = nn.Linear(d, 2 * di + 2 * n, bias=False)
+        self.in_proj = nn.Linear(d, 2 * di + 2 * n, bias=False)                # z, x, B, C
         self.dt_proj = nn.Linear(d, self.heads, bias=False)
         self.conv_weight = nn.Parameter(torch.empty(di + 2 * n, config.conv_width))
         self.conv_bias = nn.Parameter(torch.empty(di + 2 * n))
@@ -245,25 +247,42 @@ class Mamba2(nn.Module):
         self.D = nn.Parameter(torch.empty(self.heads))
         self.norm_weight = nn.Parameter(torch.ones(di))
         self.out_proj = nn.Linear(di, d, bias=False)
-        self.joined = None                              # see fold.prepare_for_inference
 
-    def join_projections(self):
-        """The weights of z, x, B, C and dt, and rows of zeros: one product of aligned width."""
+    def projection(self):
+        """The weights of z, x, B, C and dt as one matrix. Rows of zeros bring its height to a multiple of 64, which
+        tensor cores want."""
         width = self.in_proj.out_features + self.heads
         pad = self.in_proj.weight.new_zeros(-width % 64, self.in_proj.in_features)
         return torch.cat([self.in_proj.weight, self.dt_proj.weight, pad])
 
+    @ops.replaceable
     def forward(self, u, conv=None, ssm=None, block_len=None, want_states=True):
         """
-        Scans u (r, s, d) from the boundary state (conv (r, w-1, c), ssm (r, h, p, n)), None for
-        zeros. Returns y (r, s, d), and the conv and ssm states before every block and at the end:
-        (r, k + 1, w-1, c), (r, k + 1, h, p, n) with k = s / block_len, or k = 1.
+        Scans u (r, s, d) from the boundary state conv (r, w-1, c), ssm (r, h, p, n); None for zeros. Returns y
+        (r, s, d), and the conv and ssm states before every block and at the end, (r, k + 1, w-1, c) and
+        (r, k + 1, h, p, n) with k = s / block_len, or 1 without block_len. With want_states=False the caller
+        ignores the states.
         """
-        proj = F.linear(u, self.join_projections() if self.joined is None else self.joined)
+        di, n, h = self.d_inner, self.d_state, self.heads
+
+        # 1. Project: the gate z; x, B and C, which the convolution mixes; the step sizes dt.
+        proj = F.linear(u, self.projection())                                  # (r, s, di + c + h + padding)
+        z, xBC, dt, _ = proj.split([di, di + 2 * n, h, proj.size(-1) - 2 * (di + n) - h], -1)
+
+        # 2. Convolve. The last w-1 columns of a block, before convolution, are the state for the next block.
+        if conv is None:
+            conv = xBC.new_zeros(len(u), self.conv_weight.size(1) - 1, xBC.size(-1))
+        convs = ops.conv_boundaries(xBC, conv, block_len) if want_states else None
+        x, B, C = ops.causal_conv(xBC, self.conv_weight, self.conv_bias, conv).split([di, n, n], -1)
+
+        # 3. Scan: s_i = exp(dt_i A) s_{i-1} + dt_i x_i B_i^T,  y_i = s_i C_i + D x_i, with dt > 0 > A.
         dtype = ops.at_least_fp32(u.dtype)
-        return ops.mamba_mixer(
-            proj, self.conv_weight, self.conv_bias, self.dt_bias.to(dtype), -torch.exp(self.A_log.to(dtype)),
-            self.D, self.norm_weight, self.out_proj.weight, conv, ssm, block_len, self.chunk_len, want_states)
+        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))                 # (r, s, h)
+        y, ssms = ops.ssd_scan(x.unflatten(-1, (h, -1)), dt, -torch.exp(self.A_log.to(dtype)), B, C, self.D,
+                               ssm, block_len, self.chunk_len, want_states)    # (r, s, h, p)
+
+        # 4. Gate, normalise, project back.
+        return self.out_proj(ops.gated_norm(y.flatten(2), z, self.norm_weight)), convs, ssms
 
 
 class BiMamba(nn.Module):
@@ -275,50 +294,42 @@ class BiMamba(nn.Module):
         self.reverse_scan, self.detach_prefix = config.reverse_scan, config.detach_prefix
 
     def scan_both(self, u, conv=None, ssm=None):
-        """Eq. partial-reverse: forward from the boundary state, reverse inside the block alone."""
+        """Eq. partial-reverse: noisy blocks u (r, l, d) forward from their boundary states, and in reverse inside
+        each block alone, from zeros. Nothing to the right of the block is ever read, so no cache depends on it."""
         y_fwd = self.fwd(u, conv, ssm, want_states=False)[0]
         if not self.reverse_scan:
             return y_fwd
-        return y_fwd + self.rev(u.flip(1), want_states=False)[0].flip(1)
+        return y_fwd + self.rev(u.flip(1), want_states=False)[0].flip(1)       # (r, l, d)
 
-    def two_stream(self, clean, noisy, rope, masks, need_clean):
-        """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes. One clean scan gives every
-        boundary state (eq. boundary-state), then all noisy blocks run as one batch. Nothing is
-        detached: block losses train the prefix scan (eq. prefix-cache-gradient)."""
-        if clean.size(1) == 0:
+    def two_stream(self, clean, noisy, rope, masks, last):
+        """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes."""
+        if clean.size(1) == 0:                          # a full-sequence model: one block after nothing
             return clean, self.scan_both(noisy)
-        y, conv, ssm = self.fwd(clean, block_len=noisy.size(1))
+        # One clean scan leaves the state before every block (eq. boundary-state). It never adds a reverse
+        # output: a cache made block by block could not hold one.
+        y, conv, ssm = self.fwd(clean, block_len=noisy.size(1))                # states (b, k, ...)
         if self.detach_prefix:
             conv, ssm = conv.detach(), ssm.detach()
+        # All noisy blocks run as one batch of b * k rows, each from its own state. Nothing is detached, so a
+        # block's loss trains the prefix that it starts from (eq. prefix-cache-gradient).
         return y, self.scan_both(noisy, conv.flatten(0, 1), ssm.flatten(0, 1))
 
-    def extend(self, u, state, lengths, rope, block_len, need_clean=True):
-        """Whole clean blocks u (b, m, d): continues the forward scan and moves the state on. (The scan makes
-        y in any case.)"""
-        conv, ssm = state
-        y, convs, ssms = self.fwd(u, conv, ssm)
-        conv.copy_(convs[:, -1])
-        ssm.copy_(ssms[:, -1])
-        return y
+    def extend(self, u, state, lengths, rope, block_len):
+        """Finished blocks u (b, m, d): continues the forward scan and moves the cached state to its end."""
+        y, convs, ssms = self.fwd(u, *state)
+        for cached, after in zip(state, (convs, ssms)):
+            cached.copy_(after[:, -1])
+        return y                                                               # (b, m, d)
 
-    def denoise(self, u, state, lengths, rope, at=None):
-        """One noisy block u (b, l, d): both directions, nothing written."""
-        return take(self.scan_both(u, *state), at)
-
-    def commit_and_denoise(self, u, state, lengths, rope, need_clean=True, at=None):
-        """u (2 b, l, d): finished blocks, then the active blocks after them, which have one block more
-        before them: lengths (2 b,)."""
-        (clean, noisy), (before, after) = u.chunk(2), zip(*(x.chunk(2) for x in (lengths, *rope)))
-        clean = self.extend(clean, state, before[0], before[1:], u.size(1))
-        noisy = self.denoise(noisy, state, after[0], after[1:], at)
-        return torch.cat([clean, noisy]) if need_clean else noisy
+    def denoise(self, u, state, lengths, rope):
+        """One noisy block u (b, l, d), both directions, from the cached state; writes nothing."""
+        return self.scan_both(u, *state)
 
 
 class Layer(nn.Module):
     """
-    Norm, mixer, norm, MLP. Attention-only models are DDiT layers: AdaLN shifts, scales and gates both
-    halves. Hybrid layers are modulated at the mixer's input alone, without gates.
-    `mod` is (shift, scale, gate) of the mixer and of the MLP; None entries mean unmodulated.
+    Norm, mixer, norm, MLP, around a residual stream h. Attention-only models are DDiT layers: AdaLN shifts, scales
+    and gates both halves. Hybrid layers are modulated at the mixer's input alone, without gates.
     """
 
     def __init__(self, config, index):
@@ -332,52 +343,39 @@ class Layer(nn.Module):
         self.adaln = nn.Linear(d, 2 * d if config.hybrid else 6 * d)
 
     def modulation(self, c):
-        """Conditioning (m, 1, d), or None for no modulation -> six parts, each (m, 1, d) or None."""
+        """Conditioning c (m, 1, d), None for none -> (shift, scale, gate) of the mixer, then of the MLP: each
+        (m, 1, d), or None where nothing is modulated."""
         if c is None:
             return (None,) * 6
         parts = self.adaln(c).chunk(2 if self.hybrid else 6, -1)
         return (*parts, *(None,) * (6 - len(parts)))
 
-    def modulation_of_both(self, c_clean, c_noisy):
-        """The same for as many clean rows as c_noisy (m, 1, d) has and, after them, its noisy ones."""
-        mod = self.modulation(c_noisy)
-        if c_clean is not None or c_noisy is None:      # then all rows are modulated alike
-            return mod
-        still = [0, 0, 1, 0, 0, 1]                      # no modulation: shift 0, scale 0, gate 1
-        return [p if p is None else torch.cat([torch.full_like(p, v), p]) for p, v in zip(mod, still)]
-
     def enter(self, h, mod):
+        """The mixer's input."""
         return modulate(self.norm1(h), mod[0], mod[1])
 
     def leave(self, h, y, mod):
+        """The residual stream after the mixer's output y and the MLP."""
         h = gated(h, y, mod[2])
         return gated(h, self.mlp(modulate(self.norm2(h), mod[3], mod[4])), mod[5])
 
-    def two_stream(self, clean, noisy, c_clean, c_noisy, rope, masks, need_clean):
+    def two_stream(self, clean, noisy, c_clean, c_noisy, rope, masks, last):
+        """Both streams, clean (b, s - l, d) and noisy (b * k, l, d), through the layer. In the last layer nobody
+        reads the clean stream any more: its output is None."""
         mod_clean, mod = self.modulation(c_clean), self.modulation(c_noisy)
         y_clean, y = self.mixer.two_stream(
-            self.enter(clean, mod_clean), self.enter(noisy, mod), rope, masks, need_clean)
-        clean = self.leave(clean, y_clean, mod_clean) if need_clean else None
-        return clean, self.leave(noisy, y, mod)
+            self.enter(clean, mod_clean), self.enter(noisy, mod), rope, masks, last)
+        return None if last else self.leave(clean, y_clean, mod_clean), self.leave(noisy, y, mod)
 
-    def extend(self, h, c, state, lengths, rope, block_len, need_clean=True):
+    def extend(self, h, c, state, lengths, rope, block_len):
+        """Finished blocks h (b, m, d) -> (b, m, d); the layer's part of the cache, `state`, grows by them."""
         mod = self.modulation(c)
-        y = self.mixer.extend(self.enter(h, mod), state, lengths, rope, block_len, need_clean)
-        return self.leave(h, y, mod) if need_clean else None
+        return self.leave(h, self.mixer.extend(self.enter(h, mod), state, lengths, rope, block_len), mod)
 
-    def denoise(self, h, c, state, lengths, rope, at=None):
+    def denoise(self, h, c, state, lengths, rope):
+        """One noisy block h (b, l, d) -> (b, l, d); reads the cache only."""
         mod = self.modulation(c)
-        y = self.mixer.denoise(self.enter(h, mod), state, lengths, rope, at)
-        return self.leave(take(h, at), y, mod)
-
-    def commit_and_denoise(self, h, c_clean, c_noisy, state, lengths, rope, need_clean=True, at=None):
-        """`extend` and then `denoise` in one pass, so that weights are read once: rows h (2 b, l, d) are
-        finished blocks, then the active blocks after them; lengths (2 b,) is what lies before each."""
-        mod = self.modulation_of_both(c_clean, c_noisy)
-        y = self.mixer.commit_and_denoise(self.enter(h, mod), state, lengths, rope, need_clean, at)
-        if not need_clean:
-            h, mod = take(h[len(h) // 2:], at), self.modulation(c_noisy)
-        return self.leave(h, y, mod)
+        return self.leave(h, self.mixer.denoise(self.enter(h, mod), state, lengths, rope), mod)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -405,8 +403,7 @@ class BlockDiffusionLM(nn.Module):
         self.norm = nn.LayerNorm(d, bias=False)
         self.adaln = nn.Linear(d, 2 * d)
         self.head = nn.Linear(d, config.vocab_size, bias=False)
-        self._rope = None
-        self.folded = False                             # see fold.prepare_for_inference
+        self._rope = None                               # (device and dtype, table of cos and sin)
         self.init_weights()
 
     @torch.no_grad()
@@ -441,22 +438,6 @@ class BlockDiffusionLM(nn.Module):
 
     # -- pieces shared by training and generation --
 
-    def compile_layers(self, *methods):
-        """torch.compile of all layers' named methods, two_stream by default, and of what a step does before
-        and after its layers. The backward makes pointwise
-        results (GELU, norms) again: a third less memory for at most 2 % of the time."""
-        if importlib.util.find_spec("triton") is None:  # what torch.compile writes its kernels in
-            return
-        torch._dynamo.config.recompile_limit = 64       # kinds of layers, batch sizes, both kinds of step
-        from torch._functorch import config as partitioner
-        partitioner.ban_recompute_materialized_backward = False
-        partitioner.ban_recompute_used_far_apart = False
-        for layer in self.layers:
-            for name in methods or ("two_stream",):
-                setattr(layer, name, torch.compile(getattr(layer, name), dynamic=False))
-        for name in ("final", "rope_after"):
-            setattr(self, name, torch.compile(getattr(self, name), dynamic=False))
-
     def block_len_for(self, s):
         """The length of a diffusion block in s tokens: a full-sequence model takes them as one."""
         l = s if self.config.full_sequence else self.config.block_len
@@ -477,32 +458,29 @@ class BlockDiffusionLM(nn.Module):
         return self._rope[1][:, :length].unbind()
 
     def rope_after(self, lengths, count):
-        """Tables (b, 1, count, head_dim / 2) of the `count` positions after each of lengths (b,), looked
-        up on the device."""
+        """Tables (b, 1, count, head_dim / 2) of the `count` positions after each of lengths (b,). The lengths
+        stay on the device: nothing waits for them."""
         at = lengths[:, None] + torch.arange(count, device=lengths.device)
         return self._rope[1][:, at][:, :, None].unbind()
 
     def condition(self, t):
         """Conditioning of noisy tokens (m, 1, d) from t (m,); of t = 0 where the model takes no t."""
-        if self.folded:
-            return None
         if not self.config.time_conditioning:
             t = torch.zeros(1, device=self.embed.weight.device)
         return F.silu(self.time(t))
 
     def condition_clean(self):
-        """Conditioning of clean tokens: never t. With timestep conditioning, none at all."""
+        """Conditioning of clean tokens: never t, or the cache would depend on it (eq. timestep-cache-bad). With
+        timestep conditioning they have none at all (eq. cacheable-adaln)."""
         return None if self.config.time_conditioning else self.condition(None)
 
     def final(self, h, c):
         """Last norm and modulation of noisy tokens: hidden states, ready for the head."""
-        if c is None:
-            return self.norm(h)
         return modulate(self.norm(h), *self.adaln(c).chunk(2, -1))
 
     def token_logits(self, hidden):
-        """(..., d) -> (..., v - 1): logits of all tokens but the mask, which is the last and whose logit is
-        minus infinity (substitution)."""
+        """(..., d) -> (..., v - 1): logits of all tokens but the mask, whose id is the last and whose logit is
+        minus infinity (the substitution parameterisation)."""
         return F.linear(hidden, self.head.weight)[..., :self.config.mask_id]
 
     def logits(self, hidden):
@@ -519,18 +497,18 @@ class BlockDiffusionLM(nn.Module):
         return self.embed.weight.dtype
 
     def all_block_hidden(self, x0, xt, t):
-        """Hidden states (b, s, d) of every noisy block given its clean prefix. x0, xt (b, s);
-        t (b, k). The clean stream stops before the last block, which no block can see."""
+        """Hidden states (b, s, d) of every noisy block given its clean prefix. x0, xt (b, s); t (b, k)."""
         b, s = x0.shape
         l = self.block_len_for(s)
         dtype = self.residual_dtype(x0.device)
+        # The clean stream stops before the last block, which no block can see.
         clean = self.embed(x0[:, :s - l]).to(dtype)                            # (b, s - l, d)
         noisy = self.embed(xt).view(-1, l, self.config.d_model).to(dtype)      # (b * k, l, d)
         c_clean, c_noisy = self.condition_clean(), self.condition(t.reshape(-1))
         rope, masks = self.rope(s), ops.two_stream_masks(s, l, x0.device)
         for i, layer in enumerate(self.layers):
-            need_clean = i + 1 < len(self.layers)    # after the last layer nobody reads it
-            clean, noisy = layer.two_stream(clean, noisy, c_clean, c_noisy, rope, masks, need_clean)
+            last = i + 1 == len(self.layers)
+            clean, noisy = layer.two_stream(clean, noisy, c_clean, c_noisy, rope, masks, last)
         return self.final(noisy, c_noisy).view(b, s, -1)
 
     def all_block_logits(self, x0, xt, t):
@@ -550,15 +528,14 @@ class BlockDiffusionLM(nn.Module):
             u = torch.rand(b, k + s, generator=generator, device=device)
         else:
             u = torch.stack([torch.rand(k + s, generator=g) for g in generator])
-        u = u.to(x0.device)
+        u = u.to(x0.device)                                                    # (b, k + s): levels, then tokens
         t = 1e-3 + (1 - 1e-3) * (j + u[:, :k]) / n
         return t, u[:, k:] < t.repeat_interleave(s // k, 1)
 
     def forward(self, x0, generator=None):
         """
         The NELBO of x0 (b, s) int64 in nats per token, one noise sample per block: eq. prefix-cache
-        with the weight of eq. bdlm-masked-objective, w(t) = 1/t for alpha_t = 1 - t. The sum is
-        divided by all b * s tokens, never by the masked ones, so splitting a batch changes nothing.
+        with the weight of eq. bdlm-masked-objective, w(t) = 1/t for alpha_t = 1 - t.
         """
         t, is_masked = self.draw_noise(x0, generator)
         return self.loss(x0, is_masked, t)
@@ -566,10 +543,11 @@ class BlockDiffusionLM(nn.Module):
     def loss(self, x0, is_masked, t):
         """The loss for given noise: is_masked (b, s), t (b, k)."""
         xt = x0.masked_fill(is_masked, self.config.mask_id)
-        hidden = self.all_block_hidden(x0, xt, t)
+        hidden = self.all_block_hidden(x0, xt, t)                              # (b, s, d)
         weight = (1 / t).repeat_interleave(x0.size(1) // t.size(1), 1)         # (b, s)
-        nll = ops.linear_cross_entropy(hidden[is_masked], self.head.weight, x0[is_masked],
-                                       weight[is_masked])
+        # Only masked tokens are scored, so only they need the head.
+        nll = ops.linear_cross_entropy(hidden[is_masked], self.head.weight, x0[is_masked], weight[is_masked])
+        # Divided by all b * s tokens, never by the masked ones: then splitting a batch changes nothing.
         return nll / x0.numel()
 
     # -- generation: a cache of finished blocks and one active block --
@@ -589,11 +567,6 @@ class BlockDiffusionLM(nn.Module):
             for layer in self.layers]
         return Cache(layers, torch.zeros(batch, dtype=torch.long, device=weight.device), max_len)
 
-    def layers_with(self, cache):
-        """(layer, its part of the cache, whether it is the last) of each."""
-        last = [False] * (len(self.layers) - 1) + [True]
-        return zip(self.layers, cache.layers, last)
-
     @torch.no_grad()
     def prefill(self, x0, cache, chunk_tokens=4096, on_chunk=None):
         """Appends finished blocks x0 (b, m), m a whole number of blocks, in chunks of about chunk_tokens
@@ -609,11 +582,10 @@ class BlockDiffusionLM(nn.Module):
                              f"{x0.size(1)} more; make it with a larger max_len")
         step = max(chunk_tokens // (l * len(x0)), 1) * l
         c = self.condition_clean()
-        rope_after = type(self).rope_after              # never the compiled one: prompts' lengths vary
         for x in x0.split(step, 1):
-            h, rope = self.embed(x), rope_after(self, cache.lengths, x.size(1))
-            for layer, state, last in self.layers_with(cache):
-                h = layer.extend(h, c, state, cache.lengths, rope, l, need_clean=not last)
+            h, rope = self.embed(x), self.rope_after(cache.lengths, x.size(1))
+            for layer, state in zip(self.layers, cache.layers):
+                h = layer.extend(h, c, state, cache.lengths, rope, l)
             cache.lengths += x.size(1)
             if on_chunk:
                 on_chunk(x.size(1))
@@ -623,66 +595,57 @@ class BlockDiffusionLM(nn.Module):
         self.prefill(x0_block, cache)
 
     @torch.no_grad()
-    def denoise_hidden(self, xt, cache, t, at=None):
-        """Hidden states (b, l, d) of the active block, see `denoise`, or with at (b, m) those of these
-        positions alone, (b, m, d): nobody asks for the others after the last layer's mixer."""
+    def denoise_hidden(self, xt, cache, t):
+        """Hidden states (b, l, d) of the active block, see `denoise`."""
         if not self.config.full_sequence and xt.size(1) != self.config.block_len:
             raise ModelError(f"this model was trained with blocks of {self.config.block_len} tokens and "
                              f"cannot denoise a block of {xt.size(1)}")
         h, c = self.embed(xt), self.condition(t)
         rope = self.rope_after(cache.lengths, xt.size(1))
-        for layer, state, last in self.layers_with(cache):
-            h = layer.denoise(h, c, state, cache.lengths, rope, at if last else None)
-        return self.final(h, c)
-
-    @torch.no_grad()
-    def commit_and_denoise_hidden(self, x0_block, xt, cache, t, at=None):
-        """`commit(x0_block, cache)` and then `denoise_hidden(xt, cache, t, at)` in one pass. The caller
-        sees to it that the cache has room: nothing here reads its lengths on the host."""
-        l = xt.size(1)
-        h = self.embed(torch.cat([x0_block, xt]))
-        c = self.condition(t)
-        c_clean = None if self.config.time_conditioning else c
-        lengths = torch.cat([cache.lengths, cache.lengths + l])
-        rope = self.rope_after(lengths, l)
-        for layer, state, last in self.layers_with(cache):
-            h = layer.commit_and_denoise(h, c_clean, c, state, lengths, rope, not last, at if last else None)
-        cache.lengths += l
+        for layer, state in zip(self.layers, cache.layers):
+            h = layer.denoise(h, c, state, cache.lengths, rope)
         return self.final(h, c)
 
     def denoise(self, xt, cache, t):
         """Logits (b, l, v) of the active block xt (b, l) at noise level t (b,). Reads the cache."""
         return self.logits(self.denoise_hidden(xt, cache, t))
 
-    @torch.no_grad()
-    def generate_naive(self, prompt, length, decode_block):
-        """
-        Generation without a cache, the oracle for sample.py: every denoising step runs all blocks.
-        prompt (b, m); decode_block(xt, logits_fn, begin) -> x0, where begin is how many tokens precede
-        the block, as in sample.py. Returns (b, m + length).
-        """
-        tokens, total = prompt, prompt.size(1) + length
-        while tokens.size(1) < total:
-            l = total if self.config.full_sequence else self.config.block_len
-            start = tokens.size(1) // l * l
-            xt = tokens.new_full((len(tokens), l), self.config.mask_id)
-            xt[:, :tokens.size(1) - start] = tokens[:, start:]
 
-            def logits_fn(xt, t):
-                x = torch.cat([tokens[:, :start], xt], 1)
-                t = t[:, None].expand(-1, x.size(1) // l)
-                return self.all_block_logits(x, x, t)[:, start:]
-            tokens = torch.cat([tokens[:, :start], decode_block(xt, logits_fn, start)], 1)
-        return tokens[:, :total]
+def cast_for_inference(model, dtype):
+    """Casts the weights of a model in place, to evaluation mode, and returns it. A, dt and D stay in fp32 or better:
+    decays over thousands of positions do not bear rounding to 16 bits."""
+    for name, p in model.named_parameters():
+        exact = name.endswith(("A_log", "dt_bias", ".D"))
+        p.data = p.data.to(ops.at_least_fp32(dtype) if exact else dtype)
+    return model.eval()
+
+
+def train_flops(config, s, masked=0.5):
+    """
+    Floating-point operations of one training sequence of s tokens, forward and backward: matrix
+    products of both streams (2 per weight and token, times 3), attention's visible area, the scan's
+    chunked products, and the head on the masked positions only. Nothing recomputed is counted.
+    """
+    d, v, n, di = config.d_model, config.vocab_size, config.d_state, config.d_inner
+    l = s if config.full_sequence else config.block_len
+    k, clean = s // l, s - l
+    total = s * masked * 2 * d * v
+    for i in range(config.n_layer):
+        inside = 0 if i == config.n_layer - 1 else clean    # clean tokens that go past the mixer
+        total += (s + inside) * 2 * 8 * d * d
+        if i % config.attn_every == 0:
+            area = l * l * (k * (k - 1) // 2 + k)           # noisy: earlier clean blocks and its own
+            area += l * l * k * (k - 1) // 2 if inside else 0
+            total += (s + inside) * 2 * 4 * d * d + (clean - inside) * 2 * 2 * d * d + 4 * area * d
+        else:
+            c = min(config.chunk_len, l)
+            project = 2 * d * (2 * di + 2 * n + di // config.mamba_head_dim) + 2 * di * d
+            scan = 2 * c * n + 2 * c * di + 4 * n * di      # scores, times x, state in and out
+            total += (2 * s + clean) * (project + scan)
+    return 3 * total
 
 
 # ----------------------------------------------------------------------------------------------
-
-PAPER_PARAMS = {                        # tab:arch-87m and tab:arch-350m, in millions
-    "attention_87m": 89.17, "bdlm_attention_87m": 89.17, "diffumamba_h_87m": 96.98,
-    "mamba_h_87m": 96.98, "attention_350m": 353.03, "bdlm_attention_350m": 353.03,
-    "diffumamba_h_350m": 399.53, "mamba_h_350m": 350.97}
-
 
 def config_from_file(path):
     """The ModelConfig that a config file, or the bare name of one in config/, describes; its training
@@ -702,7 +665,7 @@ def main():
         c = config_from_file(path)
         with torch.device("meta"):
             n_params = BlockDiffusionLM(c).n_params
-        paper = f"{PAPER_PARAMS[name]:.2f}M" if name in PAPER_PARAMS else "-"
+        paper = f"{PARAMS[name]:.2f}M" if name in PARAMS else "-"
         print(f"{name:<24}{c.d_model:>6}{c.n_layer:>7}{c.n_head:>6}"
               f"{c.d_state if c.hybrid else '-':>6}{c.block_len:>6}{n_params:>14,}{paper:>10}")
 

@@ -7,7 +7,7 @@ eq. partial-reverse). All four models; a full-sequence model is one block as lon
     python sample.py --prompt_file=book.txt --save_cache=book   # read it once, go on with
     python sample.py --load_cache=book --prompt " Then"         # this text after it, or with none
 
-`generate` is the engine to import; `ActiveBlock.reveal` is where a new decoder goes.
+`generate` is the loop to read and to import; what a step reveals is in decoders.py.
 """
 import codecs
 import dataclasses
@@ -20,14 +20,13 @@ import time
 import torch
 from tqdm import tqdm
 
-import ops
-from block_graph import BlockGraph, record
-from checkpoint import load_model
+from checkpoint import (copy_row, fingerprint, load_model, load_prefix, need_cache, read_prefix,
+                        save_prefix)
 from configurator import ConfigError, check, check_file, configure, script
 from data import DataError, get_tokenizer
-from fold import prepare_for_inference
-from model import BlockDiffusionLM, ModelError, config_from_file, take
-from prefix import copy_row, load_prefix, need_cache, read_prefix, save_prefix
+from decoders import ActiveBlock, Sampler, check_decoder
+from model import BlockDiffusionLM, ModelError, cast_for_inference, config_from_file, take
+from parallel import has_fast, pick_device, select_kernels
 
 # ---------------------------------------------------------------------------------------------
 # Settings
@@ -53,279 +52,76 @@ watch = False                           # show the active block while it is unma
 device = "auto"
 dtype = "auto"                          # auto: bfloat16 on CUDA, float32 elsewhere
 kernels = "auto"                        # auto, or torch to force the plain twins
-compile = True                          # torch.compile the layers; on CUDA only
-engine = "auto"                         # auto, simple, fused or graphs: see generate
+compile = True                          # torch.compile the fast engines' layers; on CUDA only
+engine = "auto"                         # auto, simple, fused or graphs: see open_engine
 # ---------------------------------------------------------------------------------------------
 
-ORDERS = ("random", "confidence", "threshold", "first_hitting")
 ENGINES = ("auto", "simple", "fused", "graphs")
-
-
-def check_decoder(settings):
-    """Raises ConfigError for the first of a Sampler's settings, a dict, that makes no sense."""
-    check(settings, least=dict(tokens_per_step=1, threshold=0, temperature=0, top_k=0), above=dict(top_p=0),
-          choices=dict(order=ORDERS))
-    for name in ("threshold", "top_p"):
-        if settings[name] > 1:
-            raise ConfigError(f"{name} is {settings[name]}; it is at most 1")
-
-
-@dataclasses.dataclass
-class Sampler:
-    """
-    How masked tokens become text. `seeds`: an int64 for each row. Draws are a function of a row's seed, the
-    position and the step, see ops.uniform: rows, or calls, with the same seed and prompt come out alike.
-    """
-    seeds: list
-    order: str = "random"
-    tokens_per_step: int = 16
-    threshold: float = 0.9
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    mask_id: int = None
-
-    def __post_init__(self):
-        check_decoder(vars(self))
-        if not self.seeds:
-            raise ConfigError("there are no seeds; give one for each row")
-        for seed in self.seeds:
-            if not isinstance(seed, int) or not -2 ** 63 <= seed < 2 ** 63:
-                raise ConfigError(f"a seed is {seed}; it is a whole number of at most 63 bits")
-        if self.order == "first_hitting":
-            self.tokens_per_step = 1
-
-    def pick(self, logits, at, *key):
-        """Draws tokens (b, m) from logits (b, m, v) of positions at (b, m) after temperature and cuts; key:
-        what ops.gumbel_argmax wants to know."""
-        if self.temperature == 0:
-            return logits.argmax(-1)
-        if self.temperature != 1:
-            logits = logits.double() / self.temperature
-        return ops.gumbel_argmax(cut(logits, self.top_k, self.top_p), at, *key)
-
-
-def cut(logits, top_k, top_p):
-    """Sets all but the top_k tokens, and all past the one that crosses mass top_p, to -inf."""
-    if top_k:
-        kth = logits.topk(min(top_k, logits.size(-1)), -1).values[..., -1:]
-        logits = logits.masked_fill(logits < kth, float("-inf"))
-    if top_p < 1:
-        ordered, index = logits.double().sort(-1, descending=True)
-        p = ordered.softmax(-1)
-        before = p.cumsum(-1) - p                       # mass ahead of a token: 0 for the first
-        drop = torch.zeros_like(before, dtype=torch.bool).scatter(-1, index, before >= top_p)
-        logits = logits.masked_fill(drop, float("-inf"))
-    return logits
-
-
-LOGITS = 2 ** 24                        # of one row at a time, where all positions need them
-ORDER, TIME = -1, -2                    # what ops.uniform is asked for
-MANY_STEPS = 64                         # so many after the first are not joined to one CUDA graph
-
-
-class ActiveBlock:
-    """
-    The block being unmasked and how far its decoder has come. A step has fixed shapes, changes these
-    tensors in place and never waits for the device, so that it can be a CUDA graph. What one reveals:
-
-    random         the next p positions of a random order; p = 1 is exact ancestral sampling
-    confidence     the p positions whose drawn token is most probable
-    threshold      every position whose drawn token is at least so probable, and the most probable
-    first_hitting  one random position at the time at which the reverse process first unmasks one
-    """
-
-    def __init__(self, b, l, sampler, device, timed=True):
-        """timed: whether anybody wants to know t"""
-        self.sampler, self.p, self.timed = sampler, min(sampler.tokens_per_step, l), timed
-        self.xt = torch.full((b, l), sampler.mask_id, device=device)           # known, or the mask
-        self.t = torch.ones(b, dtype=torch.float64, device=device)
-        self.order = torch.arange(l + -l % self.p + self.p, device=device).repeat(b, 1) % l    # a step more
-        self.at = self.order[:, :self.p].clone()        # what the next step reveals
-        # p more with each step; and the number of tokens before the block. Draws depend on both.
-        self.step, self.begin = torch.zeros(2, b, dtype=torch.long, device=device)
-        self.key = torch.tensor(sampler.seeds, device=device), self.step, self.begin
-
-    def start(self, xt, begin):
-        """Takes on xt (b, l), which `begin` (b,) tokens precede, and draws the order of its positions."""
-        sampler, l = self.sampler, xt.size(1)
-        self.xt.copy_(xt)
-        self.begin.copy_(begin)
-        self.step.zero_()
-        masked = self.xt == sampler.mask_id
-        if self.timed:
-            self.t.copy_(masked.double().mean(1))
-        if sampler.order in ("random", "first_hitting"):
-            ranks = ops.uniform(l, ORDER, *self.key)
-            self.order[:, :l] = ranks.masked_fill(~masked, 2).argsort(1)       # known tokens last
-            self.order[:, l:] = self.order[:, :1]       # fills the last step up: known by then
-            self.at.copy_(self.order[:, :self.p])
-
-    def rewind(self):
-        """Back to the first step of the order."""
-        self.step.zero_()
-        self.at.copy_(self.order[:, :self.p])
-
-    def reveal(self, score):
-        """One step. score(xt, t, at) -> a function that makes logits (b, m, v - 1), without the mask's, of a
-        slice of the positions at (b, n), None for all of them; t (b,) is the masked fraction of each row, or
-        None."""
-        sampler, xt = self.sampler, self.xt
-        if self.timed and sampler.order == "first_hitting":     # the largest of m uniforms on (0, t)
-            u = ops.uniform(1, TIME, *self.key)[:, 0]
-            self.t *= u ** (1 / (xt == sampler.mask_id).sum(1).clamp(min=1))
-        elif self.timed:
-            self.t.copy_((xt == sampler.mask_id).double().mean(1))
-        at = self.at if sampler.order in ("random", "first_hitting") else None
-        logits_of = score(xt, self.t.float() if self.timed else None, at)
-        if at is not None:
-            drawn = sampler.pick(logits_of(slice(None)), at, *self.key)
-            ops.unmask(xt, at, drawn, sampler.mask_id, self.order, self.step)
-        else:
-            masked = xt == sampler.mask_id
-            drawn, chosen = self.surest(logits_of, masked)
-            torch.where(chosen & masked, drawn, xt, out=xt)
-            self.step += self.p
-
-    def surest(self, logits_of, masked):
-        """Draws a token for every position, and says which are revealed for their probability: both
-        (b, l). Logits are made for a few positions at a time: a window may have 65,536."""
-        sampler, drawn, sure = self.sampler, [], []
-        positions = torch.arange(masked.size(1), device=masked.device).expand_as(masked)
-        few = max(1, LOGITS // (sampler.mask_id + 1))
-        for i in range(0, masked.size(1), few):
-            some = slice(i, i + few)
-            logits = logits_of(some)                                           # (b, m, v - 1)
-            drawn.append(sampler.pick(logits, positions[:, some], *self.key))
-            p = logits.softmax(-1, dtype=ops.at_least_fp32(logits.dtype))
-            sure.append(p.gather(2, drawn[-1][..., None])[..., 0])
-        drawn, sure = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in (drawn, sure))
-        sure = torch.where(masked, sure, -1)
-        if sampler.order == "threshold":
-            return drawn, (sure >= sampler.threshold) | (positions == sure.argmax(1, keepdim=True))
-        return drawn, torch.zeros_like(masked).scatter_(1, sure.topk(self.p, 1).indices, True)
-
-    def finish(self, step, counts, on_step=None):
-        """Calls step() until nothing is masked; counts: masked tokens of each row. Only order=threshold has
-        to ask the device, once a step, how many tokens are left; a BlockGraph need not."""
-        while any(n > 0 for n in counts):
-            step()
-            if self.sampler.order == "threshold":
-                counts = (self.xt == self.sampler.mask_id).sum(1).tolist()
-            else:
-                counts = [n - self.p for n in counts]
-            if on_step:
-                on_step(self.xt)
-        return self.xt
-
-
-def decode_block(xt, logits_fn, sampler, on_step=None, begin=0):
-    """
-    Unmasks one block, the plain way. xt (b, l): known tokens, or the mask. logits_fn(xt, t) ->
-    (b, l, v), t (b,) the masked fraction of each row. begin, or (b,): how many tokens precede it, for
-    draws. Returns x0 (b, l) without masks. Known tokens never change. on_step(xt) sees the block after
-    every step, in a tensor that the next one changes.
-    """
-    block = ActiveBlock(*xt.shape, sampler, xt.device)
-    block.start(xt, torch.as_tensor(begin))
-
-    def score(xt, t, at):
-        logits = take(logits_fn(xt, t)[..., :sampler.mask_id], at)
-        return lambda some: logits[:, some]
-
-    counts = (xt == sampler.mask_id).sum(1).tolist()
-    return block.finish(lambda: block.reveal(score), counts, on_step)
 
 
 # ---------------------------------------------------------------------------------------------
 # The engine
 
-class BlockDecoder(ActiveBlock):
-    """
-    The fast engine: a step reads the prefix length on the device, so on a GPU it is one CUDA graph, and all
-    steps of a block are, too. Three exact savings: the commit of a finished block is one pass with the first
-    step of the next; in a random order the last layer's outputs and the head are made for the p positions
-    alone that may be revealed; weights are those of `prepare_for_inference`. Draws are those of
-    `decode_block`.
-    """
+class Decoder:
+    """The plain engine: unmasks one block after another against a cache of the finished ones. Every forward pass is
+    one call of the model. fast.decoder.FastDecoder has the same methods."""
+    engine = "simple"
 
-    def __init__(self, model, cache, sampler, block_len, graphs):
-        super().__init__(len(sampler.seeds), block_len, sampler, model.embed.weight.device,
-                         model.config.time_conditioning)
-        self.model, self.cache = model, cache
-        self.finished = self.xt.clone()                 # the block before, to be committed
-        self.total = torch.zeros((), dtype=torch.long, device=self.xt.device)       # p for every step so far
-        self.graphs, self.blocks = {}, {}               # {commit: CUDA graph} of a step, of all steps
-        if graphs:
-            self.capture()
+    def __init__(self, model, cache, sampler, block_len):
+        self.model, self.cache, self.passes = model, cache, 0
+        self.block = ActiveBlock(len(sampler.seeds), block_len, sampler, cache.lengths.device,
+                                 model.config.time_conditioning)
 
     @property
-    def passes(self):
-        """Forward passes so far; asks the device."""
-        return int(self.total) // self.p
+    def begin(self):
+        """(b,) tokens before the active block."""
+        return self.cache.lengths
 
-    def denoise(self, commit):
-        """One denoising step, after committing the finished block if `commit`."""
-        def score(xt, t, at):
-            if commit:
-                hidden = self.model.commit_and_denoise_hidden(self.finished, xt, self.cache, t, at)
-            else:
-                hidden = self.model.denoise_hidden(xt, self.cache, t, at)
-            return lambda some: self.model.token_logits(hidden[:, some])
-        self.reveal(score)
+    def decode(self, xt, counts, on_step=None):
+        """
+        Unmasks one block xt (b, l): known tokens, which never change, or the mask; counts: masked tokens of each row.
+        on_step(xt) sees the block after every step. Returns x0 (b, l), a tensor that the next call overwrites.
+        """
+        self.block.start(xt, self.begin)
+        for _ in self.block.steps(counts):
+            self.step()
+            if on_step:
+                on_step(self.block.xt)
+        return self.block.xt
 
-    def capture(self):
-        """Records both kinds of step as CUDA graphs. The cache must be empty, and is afterwards."""
-        for commit in (False, True) if self.cache.max_len else (False,):
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):               # compiles, tunes, fills lazy tables
-                for _ in range(2):
-                    self.clear()
-                    self.denoise(commit)
-            torch.cuda.current_stream().wait_stream(side)
-            self.clear()
-            self.graphs[commit] = record(self.denoise, commit)
-        self.clear()
-        try:
-            self.join()
-        except (RuntimeError, ImportError) as error:
-            say_once(f"steps are launched one by one: {error}")
+    def step(self):
+        """One denoising step: hidden states of the block, logits where they are needed, some tokens revealed."""
+        hidden = self.model.denoise_hidden(self.block.xt, self.cache, self.block.noise_level())     # (b, l, d)
+        self.block.reveal(lambda at: self.model.token_logits(take(hidden, at)))
+        self.passes += 1
 
-    def join(self):
-        """Makes a graph of all steps of a block that is masked throughout, unless they are many."""
-        steps, check = -(-self.xt.size(1) // self.p) - 1, None
-        if self.sampler.order == "threshold":
-            import kernels_draw
-            steps, check = None, lambda handle: kernels_draw.go_on(handle, self.xt, self.sampler.mask_id)
-            check(torch.zeros((), dtype=torch.long, device=self.xt.device))    # compiles
-        elif steps >= MANY_STEPS:
-            return
-        self.blocks = {commit: BlockGraph(first, self.graphs[False], steps, check)
-                       for commit, first in self.graphs.items()}
+    def commit(self, x0):
+        """Appends the finished block x0 (b, l) to the cache: one more pass, over clean tokens."""
+        self.model.commit(x0, self.cache)
+        self.passes += 1
 
-    def clear(self):
-        self.rewind()
-        self.cache.clear()
+    def flush(self):
+        """Called before anyone else reads the cache. Here every block is in it already."""
 
-    def decode(self, xt, commit, counts, on_step=None):
-        """Unmasks xt (b, l), which has `counts` masked tokens: a number, or one for each row.
-        `commit` appends the block decoded before it first. Returns x0 (b, l), a tensor that the next
-        call overwrites; on_step as in `decode_block`."""
-        def step():
-            nonlocal commit
-            self.graphs[commit].replay() if self.graphs else self.denoise(commit)
-            commit = False
 
-        self.finished.copy_(self.xt)
-        self.start(xt, self.cache.lengths + xt.size(1) if commit else self.cache.lengths)
-        counts = torch.as_tensor(counts).expand(len(xt)).tolist()
-        if self.blocks and not on_step and (min(counts) == xt.size(1) or self.sampler.order == "threshold"):
-            self.blocks[commit].launch()
-        else:
-            self.finish(step, counts, on_step)
-        self.total += self.step[0]
-        return self.xt
+def open_engine(wanted, model, dtype=torch.float32, compile=False):
+    """
+    The model to generate with, and new_decoder(model, cache, sampler, block_len) for it. wanted: "simple", the class
+    above; "fused", fast/ with prepared weights; "graphs", the same in CUDA graphs; "auto", graphs on a GPU and simple
+    elsewhere. "simple" casts the model in place, the others prepare a copy. Raises ConfigError for an engine that
+    cannot run. All engines draw the same tokens, up to rounding.
+    """
+    check(dict(engine=wanted), choices=dict(engine=ENGINES))
+    on_gpu = model.embed.weight.is_cuda
+    if wanted == "simple" or (wanted == "auto" and not (on_gpu and has_fast())):
+        return cast_for_inference(model, dtype), Decoder
+    if not has_fast():
+        raise ConfigError(f"engine={wanted} needs the folder fast/, which is not here; use --engine=simple")
+    if wanted == "graphs" and not on_gpu:
+        raise ConfigError("engine=graphs records CUDA graphs, and the model is on the CPU; use --engine=auto")
+    from fast.decoder import new_decoder
+    from fast.inference import inference_model
+    return inference_model(model, dtype, compile and on_gpu), functools.partial(new_decoder, wanted)
 
 
 @dataclasses.dataclass
@@ -338,19 +134,16 @@ class Generation:
 
 
 @torch.no_grad()
-def generate(model, prompts, length, sampler, stop_token=None, on_block=None, on_step=None,
-             engine="auto", prefix=None, on_read=None):
+def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=None, on_block=None, on_step=None,
+             prefix=None, on_read=None):
     """
     Continues every prompt by `length` tokens.
 
-    prompts: list of 1-D int64 tensors, possibly of different lengths; sampler: Sampler with one seed
-    per prompt; stop_token: end a row after it. on_block(row, tokens) is called with the
-    new tokens of a row after each block, on_step(xt) after each denoising step, on_read(n) whenever
-    n more tokens of a prompt have been read. engine: "simple", "fused" (BlockDecoder), "graphs"
-    (the same in CUDA graphs), or "auto": see `make_decoder`. prefix: a Prefix that comes before
-    every prompt, which may then be empty; rows begin with its tokens. A prompt's last, incomplete
-    block starts out as the known part of the active block. Raises ModelError when the result would
-    not fit the rotary capacity, ConfigError for an engine that cannot run.
+    prompts: list of 1-D int64 tensors, possibly of different lengths; sampler: Sampler with one seed per prompt;
+    model and new_decoder as `open_engine` returns them; stop_token: end a row after it. on_block(row, tokens) is
+    called with the new tokens of a row after each block, on_step(xt) after each denoising step, on_read(n) whenever
+    n more tokens of a prompt have been read. prefix: a Prefix that comes before every prompt, which may then be
+    empty; rows begin with its tokens. Raises ModelError when the result would not fit the rotary capacity.
     """
     c, device = model.config, model.embed.weight.device
     if prefix is not None:
@@ -359,28 +152,21 @@ def generate(model, prompts, length, sampler, stop_token=None, on_block=None, on
     l, starts, n_blocks = plan(c, prompts, length)
     if len(sampler.seeds) != len(prompts):
         raise ConfigError(f"the sampler has {len(sampler.seeds)} seeds; give it {len(prompts)}, one for each prompt")
+    # The last block is never committed, so the cache need not hold it.
     cache = model.new_cache(len(prompts), max(starts) + (n_blocks - 1) * l, l)
-    decoder = make_decoder(engine, model, cache, sampler, l)
+    decoder = new_decoder(model, cache, sampler, l)
     rows = read_prompts(model, cache, prompts, starts, prefix, on_read)
+    # A prompt's last, incomplete block starts out as the known part of the first active block.
     active = torch.full((len(rows), l), c.mask_id, device=device)
     for i, (prompt, start) in enumerate(zip(prompts, starts)):
         active[i, :len(prompt) - start] = prompt[start:]
-    unknown = (active == c.mask_id).sum(1).tolist()
-    started, passes, ended = now(device), 0, [False] * len(rows)
-
-    def logits_fn(xt, t):
-        nonlocal passes
-        passes += 1
-        return model.denoise(xt, cache, t)
+    masked = (active == c.mask_id).sum(1).tolist()
+    started, ended = now(device), [False] * len(rows)
 
     for block in range(n_blocks):
-        if decoder:
-            x0 = decoder.decode(active, block > 0, l if block else unknown, on_step)
-        else:
-            if block:
-                model.commit(x0, cache)
-                passes += 1
-            x0 = decode_block(active, logits_fn, sampler, on_step, cache.lengths)
+        if block:
+            decoder.commit(x0)
+        x0 = decoder.decode(active, masked, on_step)                           # (b, l), no mask left
         for i in range(len(rows)):
             known = max(len(prompts[i]), len(rows[i]))
             rows[i] = torch.cat([rows[i], x0[i]])[:totals[i]]
@@ -393,8 +179,29 @@ def generate(model, prompts, length, sampler, stop_token=None, on_block=None, on
         if all(len(row) == total for row, total in zip(rows, totals)):
             break
         active.fill_(c.mask_id)
-    passes = decoder.passes if decoder else passes
-    return Generation(rows, passes, now(device) - started, cache.nbytes)
+        masked = [l] * len(rows)
+    return Generation(rows, decoder.passes, now(device) - started, cache.nbytes)
+
+
+@torch.no_grad()
+def generate_naive(model, prompt, length, sampler):
+    """Generation without a cache: every denoising step runs all blocks through the training path. `generate` must give
+    the same tokens, and the tests check that it does. prompt (b, m) -> (b, m + length)."""
+    c, tokens, total = model.config, prompt, prompt.size(1) + length
+    l = total if c.full_sequence else c.block_len
+    while tokens.size(1) < total:
+        start = tokens.size(1) // l * l
+        finished, known = tokens[:, :start], tokens[:, start:]
+        xt = tokens.new_full((len(tokens), l), c.mask_id)
+        xt[:, :known.size(1)] = known
+        block = ActiveBlock(len(tokens), l, sampler, tokens.device, timed=True)
+        block.start(xt, torch.tensor(start))
+        for _ in block.steps([l - known.size(1)]):
+            x, t = torch.cat([finished, block.xt], 1), block.noise_level()
+            hidden = model.all_block_hidden(x, x, t[:, None].expand(-1, x.size(1) // l))[:, start:]
+            block.reveal(lambda at: model.token_logits(take(hidden, at)))
+        tokens = torch.cat([finished, block.xt], 1)
+    return tokens[:, :total]
 
 
 def now(device):
@@ -438,47 +245,11 @@ def read_prompts(model, cache, prompts, starts, prefix, on_read=None):
     return rows
 
 
-def make_decoder(wanted, model, cache, sampler, block_len):
-    """
-    The BlockDecoder of an engine, None for "simple". "auto" is graphs on a GPU and simple elsewhere;
-    on a GPU without what graphs need, the same steps run without them and the reason is printed once.
-    A demand for graphs is then a ConfigError. Every engine serves every decoder and every request.
-    """
-    check(dict(engine=wanted), choices=dict(engine=ENGINES))
-    if wanted == "simple" or (wanted == "auto" and not model.embed.weight.is_cuda):
-        return None
-    why = why_no_graphs(model)
-    if wanted != "fused" and not why:
-        try:
-            return BlockDecoder(model, cache, sampler, block_len, True)
-        except RuntimeError as error:
-            why = f"one could not be recorded: {str(error).splitlines()[0]}"
-            cache.clear()
-    if wanted == "graphs":
-        raise ConfigError(f"no CUDA graphs: {why}")
-    if wanted == "auto":
-        say_once(f"no CUDA graphs: {why}")
-    return BlockDecoder(model, cache, sampler, block_len, False)
-
-
-def why_no_graphs(model):
-    """What stands in the way of CUDA graphs; empty if nothing does."""
-    if not model.embed.weight.is_cuda:
-        return "the model is on the CPU; choose another engine"
-    if ops.KERNELS["cached"] != "triton" and not model.config.full_sequence:
-        return "they need the Triton kernels (--kernels=auto, pip install triton)"
-    return ""
-
-
-@functools.lru_cache(maxsize=None)
-def say_once(text):
-    print(text, file=sys.stderr)
-
-
 # ---------------------------------------------------------------------------------------------
 # The script
 
 BAR_DELAY = 2                           # seconds for which no bar is shown
+
 
 def check_settings():
     """Raises for whatever can be seen to be wrong before a model is loaded and a prompt is read."""
@@ -601,19 +372,16 @@ class Printer:
 
 
 def main():
-    from train import pick_device
     check_settings()
     text, dev = read_text(), pick_device(device)
-    chosen = ops.select_kernels(kernels, dev)
+    chosen = select_kernels(kernels, dev)
     model, tokenizer = open_model(dev)
-    n_params, c = model.n_params, model.config
-    low = dtype == "bfloat16" or (dtype == "auto" and dev == "cuda")
-    prepare_for_inference(model, torch.bfloat16 if low else torch.float32)
-    if compile and dev == "cuda":
-        model.compile_layers("denoise", "commit_and_denoise")
-    prefix = load_prefix(load_cache, model) if load_cache else None
-    start = [] if prefix else [tokenizer.eot_token]     # of a new document
-    tokens = torch.tensor(tokenizer.encode_ordinary(text) or start, dtype=torch.long)
+    c, n_params = model.config, model.n_params
+    weights = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and dev == "cuda") else torch.float32
+    mark = fingerprint(model, weights) if save_cache or load_cache else None
+    prefix = load_prefix(load_cache, c, mark) if load_cache else None
+    first = [] if prefix else [tokenizer.eot_token]     # of a new document
+    tokens = torch.tensor(tokenizer.encode_ordinary(text) or first, dtype=torch.long)
     whole = torch.cat([prefix.tokens, tokens]) if prefix else tokens
     _, (start, *_), _ = plan(c, [whole] * num_samples, length)
     block = len(whole) + length if c.full_sequence else c.block_len
@@ -621,9 +389,8 @@ def main():
     sampler = Sampler(seeds, order, tokens_per_step or max(block // 16, 1), threshold, temperature,
                       top_k, top_p, c.mask_id)
     if save_cache:
-        need_cache(model)
-    if engine == "graphs" and (why := why_no_graphs(model)):
-        raise ConfigError(f"no CUDA graphs: {why}")
+        need_cache(c)
+    model, new_decoder = open_engine(engine, model, weights, compile)
     print(f"{n_params:,} parameters on {dev}, {chosen}, order {order}, "
           f"{sampler.tokens_per_step} tokens a step, seed {seed}", file=sys.stderr)
     shown = tokenizer.decode(whole[whole != tokenizer.eot_token].tolist())
@@ -633,10 +400,10 @@ def main():
         printer.read(0)
         if save_cache:
             prefix, tokens = read_prefix(model, tokens, prefix, printer.read), tokens[:0]
-            save_prefix(save_cache, model, prefix)
-        out = generate(model, [tokens] * num_samples, length, sampler,
+            save_prefix(save_cache, prefix, mark)
+        out = generate(model, [tokens] * num_samples, length, sampler, new_decoder,
                        tokenizer.eot_token if stop_at_eot else None, printer.block,
-                       printer.step if watch or (printer.live and c.full_sequence) else None, engine, prefix,
+                       printer.step if watch or (printer.live and c.full_sequence) else None, prefix,
                        printer.read)
     except KeyboardInterrupt:
         printer.clear()
@@ -653,7 +420,7 @@ def main():
 
 
 if __name__ == "__main__":
-    with script("sample.py", DataError, ModelError, ops.KernelError):
+    with script("sample.py", DataError, ModelError):
         sys.stdout.reconfigure(errors="replace")        # of what a terminal's encoding lacks
         configure(globals())
         main()

@@ -1,6 +1,6 @@
 """
-Trains any of the four models: one flat loop on a laptop, one GPU or several (data parallel with a
-ZeRO-style sharded AdamW). Objective: eq. prefix-cache with the weight of eq. bdlm-masked-objective.
+Trains any of the four models: one flat loop on a laptop, one GPU or several (data parallel, see
+parallel.py). Objective: eq. prefix-cache with the weight of eq. bdlm-masked-objective.
 
     python train.py                                                     # laptop, minutes, real text
     torchrun --nproc_per_node=8 train.py config/mamba_h_87m.py          # one node
@@ -17,17 +17,16 @@ import signal
 import sys
 import time
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 import data as data_module
-import ops
 from checkpoint import load_checkpoint, save_checkpoint
-from configurator import ConfigError, check, configure, script
-from data import DataError, TokenData
-from model import BlockDiffusionLM, ModelConfig, ModelError
+from configurator import ConfigError, check, configure, script, settings_of
+from data import DataError, TokenData, bits_per_byte, noise_generators
+from model import BlockDiffusionLM, ModelConfig, ModelError, train_flops
+from parallel import (Parallel, ShardedAdamW, compile_layers, lost_rank, matmul_ceiling, select_kernels,
+                      share_of_batch)
 
 # ---------------------------------------------------------------------------------------------
 # Settings: the defaults train a small BDLM Mamba-H on bytes in under four minutes on two cores.
@@ -75,109 +74,6 @@ dist_timeout = 300                      # seconds until a collective without an 
 # ---------------------------------------------------------------------------------------------
 
 
-# torch 2.13 renamed these two; 2.11 has only the old names.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class ShardedAdamW:
-    """
-    AdamW with fp32 master weights, moments and update sharded over ranks (ZeRO stage 2).
-
-    Parameters live in two flat buffers (with and without weight decay), and so do their gradients;
-    a step is one reduce-scatter of gradients, torch's own AdamW on this rank's slice, and one
-    all-gather of parameters. On one process the slice is everything and nothing is communicated.
-    Why not torch's: ZeroRedundancyOptimizer is stage 1, needs DDP's full all-reduce, and its state
-    cannot move to another number of ranks; fully_shard hooks every module and saves through a
-    second checkpoint library. This is shorter than their set-up, its state is a dict by name, and
-    350M parameters train 2 % faster than with the first, in 10 GiB less (four H200s), and as fast as
-    with the second, in 1 GiB more (two): assets/sharding.py, which also compares their losses.
-    """
-
-    def __init__(self, model, lr, betas, weight_decay, rank=0, world=1):
-        self.rank, self.world, self.flats = rank, world, []
-        names = {p: name.replace("_orig_mod.", "") for name, p in model.named_parameters()}
-        for group in model.param_groups(weight_decay):
-            sizes = [p.numel() for p in group["params"]]
-            padded = -(-sum(sizes) // world) * world
-            first = group["params"][0]
-            flat, grad = first.new_zeros(padded), first.new_zeros(padded)
-            places, at = {}, 0
-            for p, size in zip(group["params"], sizes):
-                flat[at:at + size] = p.detach().flatten()
-                p.data, p.grad = flat[at:at + size].view_as(p), grad[at:at + size].view_as(p)
-                places[names[p]] = (at, p.shape)
-                at += size
-            part = slice(rank * padded // world, (rank + 1) * padded // world)
-            shard = flat[part].clone() if world > 1 else flat
-            self.flats.append(dict(flat=flat, grad=grad, shard=shard, places=places, part=part,
-                                   weight_decay=group["weight_decay"]))
-            if world > 1:
-                dist.broadcast(flat, 0)
-                shard.copy_(flat[part])
-        self.adamw = torch.optim.AdamW(
-            [dict(params=[f["shard"]], weight_decay=f["weight_decay"]) for f in self.flats],
-            lr=lr, betas=betas, eps=1e-8, fused=self.flats[0]["flat"].is_cuda)
-
-    def reduce(self):
-        """Sums gradients over ranks, each rank keeping its slice. Returns the global norm, a tensor."""
-        square = 0
-        for f in self.flats:
-            if self.world == 1:
-                f["shard"].grad = f["grad"]
-            else:
-                f["shard"].grad = torch.empty_like(f["shard"])
-                reduce_scatter(f["shard"].grad, f["grad"])
-            square = square + f["shard"].grad.square().sum()
-        if self.world > 1:
-            dist.all_reduce(square)
-        return square.sqrt()
-
-    def step(self, lr, scale):
-        """Updates with the reduced gradients times scale (a tensor), then gathers parameters."""
-        for f, group in zip(self.flats, self.adamw.param_groups):
-            f["shard"].grad.mul_(scale)
-            group["lr"] = lr
-        self.adamw.step()
-        if self.world > 1:
-            for f in self.flats:
-                all_gather(f["flat"], f["shard"])
-
-    def zero_grad(self):
-        for f in self.flats:
-            f["grad"].zero_()
-
-    def state_dict(self):
-        """The whole state by parameter name, on the CPU of rank 0 (None elsewhere). Collective."""
-        out = {}
-        for f in self.flats:
-            state = self.adamw.state.get(f["shard"], {})
-            for key in ("exp_avg", "exp_avg_sq"):
-                shard = state.get(key, torch.zeros_like(f["shard"]))
-                full = torch.empty_like(f["flat"]) if self.world > 1 else shard
-                if self.world > 1:
-                    all_gather(full, shard)
-                if self.rank == 0:
-                    full = full.cpu()
-                    for name, (at, shape) in f["places"].items():
-                        part = full[at:at + shape.numel()].view(shape)
-                        out.setdefault(name, {})[key] = part.clone()
-            out["step"] = int(state.get("step", 0))
-        return out if self.rank == 0 else None
-
-    def load_state_dict(self, saved):
-        """Takes this rank's slice of a state saved on any number of ranks."""
-        for f in self.flats:
-            state = dict(step=torch.tensor(float(saved["step"]), device=f["shard"].device
-                                           if f["shard"].is_cuda else "cpu"))
-            for key in ("exp_avg", "exp_avg_sq"):
-                full = torch.zeros_like(f["flat"])
-                for name, (at, shape) in f["places"].items():
-                    full[at:at + shape.numel()] = saved[name][key].flatten()
-                state[key] = full[f["part"]].clone()
-            self.adamw.state[f["shard"]] = state
-
-
 # ---------------------------------------------------------------------------------------------
 # Small pieces
 
@@ -187,82 +83,6 @@ def learning_rate_at(step, peak, floor, warmup, total):
         return peak * (step + 1) / warmup
     done = (step - warmup) / max(total - warmup, 1)
     return floor + 0.5 * (peak - floor) * (1 + math.cos(math.pi * min(done, 1)))
-
-
-def transfer_lr(small_lr, width, depth, batch, tokens):
-    """
-    Complete(d)P-style transfer, eq. completedp-transfer: each argument but the first is the ratio
-    large / small. Exponents -1, -1/2, +1/2, -1/2 reproduce the paper's 1.23e-3 and 2.65e-3.
-    """
-    return small_lr * width ** -1 * depth ** -0.5 * batch ** 0.5 * tokens ** -0.5
-
-
-def noise_seeds(seed, samples):
-    """A seed of its own for each sample number, so that a sequence's noise does not depend on its batch."""
-    seeds = (np.random.SeedSequence([seed, int(i)]).generate_state(1, np.uint64)[0] for i in samples)
-    return [int(s) & (2 ** 63 - 1) for s in seeds]
-
-
-def noise_generators(seed, samples):
-    """CPU generators with these seeds."""
-    return [torch.Generator().manual_seed(s) for s in noise_seeds(seed, samples)]
-
-
-def train_flops(config, s, masked=0.5):
-    """
-    Floating-point operations of one training sequence of s tokens, forward and backward: matrix
-    products of both streams (2 per weight and token, times 3), attention's visible area, the scan's
-    chunked products, and the head on the masked positions only. Nothing recomputed is counted.
-    """
-    d, v, n, di = config.d_model, config.vocab_size, config.d_state, config.d_inner
-    l = s if config.full_sequence else config.block_len
-    k, clean = s // l, s - l
-    total = s * masked * 2 * d * v
-    for i in range(config.n_layer):
-        inside = 0 if i == config.n_layer - 1 else clean    # clean tokens that go past the mixer
-        total += (s + inside) * 2 * 8 * d * d
-        if i % config.attn_every == 0:
-            area = l * l * (k * (k - 1) // 2 + k)           # noisy: earlier clean blocks and its own
-            area += l * l * k * (k - 1) // 2 if inside else 0
-            total += (s + inside) * 2 * 4 * d * d + (clean - inside) * 2 * 2 * d * d + 4 * area * d
-        else:
-            c = min(config.chunk_len, l)
-            project = 2 * d * (2 * di + 2 * n + di // config.mamba_head_dim) + 2 * di * d
-            scan = 2 * c * n + 2 * c * di + 4 * n * di      # scores, times x, state in and out
-            total += (2 * s + clean) * (project + scan)
-    return 3 * total
-
-
-def bits_per_byte(nats_per_token, n_tokens, n_bytes):
-    """Bits per UTF-8 byte of the source text."""
-    return nats_per_token * n_tokens / math.log(2) / n_bytes
-
-
-def matmul_ceiling(dev, n=8192):
-    """Measured FLOP/s of a product of two n x n bf16 matrices of random numbers on this GPU: what a
-    model FLOPs utilisation (MFU) is a fraction of."""
-    a, b = torch.randn(2, n, n, device=dev).bfloat16()
-    times = []
-    for _ in range(8):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(5):
-            a @ b
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 5e3)
-    return 2 * n ** 3 / sorted(times[3:])[2]
-
-
-def pick_device(name):
-    """"auto" -> cuda or cpu. Not mps, which lacks the fp64 that sampling wants; it must be asked for.
-    Raises ConfigError for a device that this machine lacks."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    here = dict(cpu=True, cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
-    if not here.get(name.partition(":")[0], False):
-        raise ConfigError(f"this machine has no device '{name}'; use --device=auto")
-    return name
 
 
 def duration(seconds):
@@ -291,50 +111,6 @@ def plot_log(path, png):
     plt.close(fig)
 
 
-# ---------------------------------------------------------------------------------------------
-# Set-up
-
-class Parallel:
-    """Rank, world size and device of this process; starts and ends the process group."""
-
-    def __init__(self, device, timeout):
-        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.device = torch.device(pick_device(device))
-        if self.device.type == "cuda":
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.device.index or 0)))
-            torch.cuda.set_device(self.device)
-        if self.world > 1:
-            import datetime
-            backend = "nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
-
-    def sum(self, values):
-        """Sums a list of numbers over ranks."""
-        x = torch.tensor(values, dtype=torch.float64, device=self.device if self.world > 1 else "cpu")
-        if self.world > 1:
-            dist.all_reduce(x)
-        return x.tolist()
-
-    def close(self):
-        """Ends the group when every rank is done with it: one that leaves early breaks the others."""
-        if self.world > 1:
-            dist.barrier()
-            dist.destroy_process_group()
-
-
-def share_of_batch(batch_size, micro_batch_size, rank, world):
-    """The rows of the global batch that this rank runs, as micro-batches: a list of ranges."""
-    if batch_size % world:
-        raise ConfigError(f"batch_size {batch_size} does not divide over {world} processes; "
-                          f"choose a multiple of {world}")
-    share = batch_size // world
-    micro = min(micro_batch_size or share, share)
-    if share % micro:
-        raise ConfigError(f"each process has {share} sequences per step, which micro_batch_size "
-                          f"{micro} does not divide")
-    return [range(i, i + micro) for i in range(rank * share, (rank + 1) * share, micro)]
-
-
 @torch.no_grad()
 def validation_nelbo(model, sequences, samples, seed, parallel, autocast, micro, stop=()):
     """Mean NELBO in nats per token over sequences (n, s), noise seeded per sequence and sample. None if
@@ -354,12 +130,6 @@ def validation_nelbo(model, sequences, samples, seed, parallel, autocast, micro,
             tokens += x0.numel()
     nats, tokens = parallel.sum([nats, tokens])
     return nats / tokens
-
-
-def settings_now():
-    """The settings as they stand, by name."""
-    from configurator import settings_of
-    return settings_of(globals())
 
 
 class Log:
@@ -421,10 +191,10 @@ def check_settings():
 
 def main():
     check_settings()
-    s = settings_now()
+    s = settings_of(globals())
     parallel = Parallel(device, dist_timeout)
     master, dev, stop = parallel.rank == 0, parallel.device, []
-    chosen = ops.select_kernels(kernels, dev)
+    chosen = select_kernels(kernels, dev)
 
     def say(*words, **how):
         try:
@@ -466,8 +236,6 @@ def main():
         if changed := [k for k in watched.split() if record["settings"][k] != s[k]]:
             say(f"resuming with another {', '.join(changed)}: not the run that an uninterrupted one would be")
         model.load_state_dict(record["model"])
-        for f in optimizer.flats:
-            f["shard"].copy_(f["flat"][f["part"]])
         optimizer.load_state_dict(record["optimizer"])
         step = record["step"]
         if step >= max_iters:
@@ -483,7 +251,7 @@ def main():
             return torch.autocast(dev.type, dtype=torch.bfloat16)
         return contextlib.nullcontext()
     if compile and dev.type == "cuda":
-        model.compile_layers()
+        compile_layers(model)
     say(f"{config.n_layer} layers, width {config.d_model}, {model.n_params:,} parameters | "
         f"{parallel.world} x {dev} {'bf16' if use_bf16 else 'fp32'} | {chosen}")
     say(f"{train_data.n_tokens:,} training tokens | {batch_size} x {seq_len} tokens a step, "
@@ -597,15 +365,9 @@ def main():
     parallel.close()
 
 
-def lost_rank(error):
-    """Whether an error of a collective says that another process is gone or silent."""
-    words = ("peer", "timed out", "timeout", "connection", "socket", "nccl")
-    return dist.is_initialized() and any(word in str(error).lower() for word in words)
-
-
 if __name__ == "__main__":
     try:
-        with script("train.py", DataError, ModelError, ops.KernelError):
+        with script("train.py", DataError, ModelError):
             configure(globals())
             main()
     except RuntimeError as error:

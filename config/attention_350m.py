@@ -1,5 +1,5 @@
 # Full-sequence attention (MDLM), 350M: tab:arch-350m, tab:scaleup-350m.
-from train import transfer_lr
+from paper import transfer_lr
 
 out_dir = "out/attention_350m"
 data = "data/dclm"

@@ -1,5 +1,5 @@
 # Full-sequence DiffuMamba-H, 350M: tab:arch-350m, tab:scaleup-350m.
-from train import transfer_lr
+from paper import transfer_lr
 
 out_dir = "out/diffumamba_h_350m"
 data = "data/dclm"

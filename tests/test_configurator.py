@@ -1,7 +1,7 @@
 """Settings: files and flags, types, typos."""
 import pytest
 
-from configurator import ConfigError, check, check_file, configure, script, settings_of
+from configurator import ConfigError, check, check_file, configure, script, settings_of, write_file
 
 
 def space(**extra):
@@ -112,7 +112,7 @@ def test_what_is_no_config_file_is_refused(tmp_path, content):
     assert configure(space(), [str(tmp_path / "bom.py")])["max_iters"] == 7
 
 
-def test_whether_a_file_can_be_written_is_known_beforehand(tmp_path):
+def test_whether_a_file_can_be_written_is_known_beforehand(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("as it was")
     for path in ("", str(tmp_path / "file"), str(tmp_path / "new" / "file")):
         check_file("out", path)
@@ -120,3 +120,23 @@ def test_whether_a_file_can_be_written_is_known_beforehand(tmp_path):
     for path in (tmp_path, tmp_path / "file" / "x"):
         with pytest.raises(ConfigError, match="out is .*, which cannot be written; name another file"):
             check_file("out", str(path))
+    monkeypatch.setattr("configurator.os.access", lambda *_: False)         # a folder of another user
+    with pytest.raises(ConfigError, match="which cannot be written"):
+        check_file("out", str(tmp_path / "x"))
+
+
+def test_a_config_file_of_the_repository_is_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = {name: 0 for name in ("vocab_size seq_len block_len attn_every n_layer n_head d_model d_state "
+                                     "mamba_head_dim").split()}
+    assert configure(dict(settings), ["config/laptop.py"])["seq_len"] == 256
+    with pytest.raises(ConfigError, match="config file laptops.py does not exist; config/ has .*laptop, "):
+        configure(settings, ["laptops.py"])
+
+
+def test_results_that_cannot_be_written_are_said_to_be_on_the_screen(tmp_path):
+    write_file("", "text")
+    write_file(str(tmp_path / "x.json"), "text")
+    assert (tmp_path / "x.json").read_text() == "text"
+    with pytest.raises(ConfigError, match="cannot be written .*; the results are on the screen"):
+        write_file(str(tmp_path), "text")

@@ -1,4 +1,4 @@
-"""What the README says about data.py and prepare.py, one sentence a test. No network is used."""
+"""What the README says about data.py and tools/prepare.py, one sentence a test. No network is used."""
 import errno
 import gzip
 import itertools
@@ -22,7 +22,7 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 import data  # noqa: E402
-import prepare  # noqa: E402
+from tools import prepare  # noqa: E402
 
 zstandard = pytest.importorskip("zstandard")
 SHARED = REPOSITORY.parent / "shared" / "data"
@@ -229,6 +229,7 @@ def test_bits_per_byte_divide_by_the_bytes_of_the_source_documents(tmp_path):
     folder = make_folder(tmp_path, texts=["aé", "b\u2713c", "xyz"])      # 3 + 5 + 3 bytes
     train = data.TokenData(folder, "train")
     assert train.sequence_bytes(14).tolist() == [11] and train.n_bytes == 11
+    assert data.bits_per_byte(np.log(2), 14, 11) == pytest.approx(14 / 11)     # a bit a token
     assert train.sequence_bytes(5).tolist() == [4, 4]   # a C3 A9 eot b | E2 9C 93 c eot | x y z eot
     assert train.sequence_bytes(2).tolist() == [2, 1, 2, 2, 1, 2, 1]
     assert train.sequence_bytes(2, 3).tolist() == [2, 1, 2]
@@ -603,11 +604,11 @@ def test_a_default_corpus_with_a_link_to_nowhere_is_prepared(tmp_path):
     assert data.prepare_stdlib(tmp_path / "out", tmp_path / "lib")["skipped"] == 2
 
 
-@pytest.mark.parametrize("arguments", ["", "jsonl x.txt --out d"])
-def test_prepare_py_sends_to_data_py(monkeypatch, arguments):
-    monkeypatch.setattr(sys, "argv", ["prepare.py", *arguments.split()])
-    with pytest.raises(SystemExit, match=f"run python data.py {arguments}"):
-        runpy.run_path(str(REPOSITORY / "prepare.py"), run_name="__main__")
+def test_tools_prepare_takes_the_command_line_of_data_py(tmp_path, monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "tools.prepare")   # run_module wants to load it itself
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "show", str(make_folder(tmp_path))])
+    runpy.run_module("tools.prepare", run_name="__main__")
+    assert f"{len(TEXTS)} documents" in capsys.readouterr().out
 
 
 def test_ctrl_c_says_how_to_go_on_and_loses_nothing(tmp_path, monkeypatch, capsys):

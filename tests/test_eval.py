@@ -19,12 +19,13 @@ import eval as evaluation
 from conftest import ARCHITECTURES, BLOCK_MODELS, make_model
 from checkpoint import save_checkpoint
 from configurator import configure
-from data import (TASKS, DataError, encode_choices, get_tokenizer, load_questions, prepare_stdlib,
-                  task_paths)
-from eval import (PAPER, answer_rows, credit, masked_cross_entropy, nelbo_counts, nelbo_figures, ratio,
-                  score_answers, sequence_nelbo, task_figures, text_figures)
-from model import PAPER_PARAMS, BlockDiffusionLM, ModelConfig, ModelError, config_from_file
-from train import noise_generators
+from data import (TASKS, DataError, encode_choices, get_tokenizer, load_questions, noise_generators,
+                  prepare_stdlib, task_paths)
+from eval import (answer_rows, credit, masked_cross_entropy, nelbo_counts, nelbo_figures, ratio, score_answers,
+                  sequence_nelbo, task_figures, text_figures)
+from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file
+from paper import PARAMS, RESULTS
+from tools import prepare
 
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), ".."))
 all_models = pytest.mark.parametrize("name", ARCHITECTURES)
@@ -387,7 +388,6 @@ def test_a_uniform_model_scores_chance_per_token_and_its_baseline_in_sums(tmp_pa
 @block_models
 def test_winogrande_scores_the_shared_suffix_and_arc_takes_3_to_5_choices(name, tmp_path):
     """From the sets' own rows to likelihoods, each as the definition has it."""
-    import prepare
     model = make_model(name, vocab_size=258, seq_len=64)
     rows = [prepare.question("arc_challenge", dict(id=str(n), question="Why?", answerKey="C", choices=dict(
         text=[f"it {i}" for i in range(n)], label=list("ABCDE"[:n]))), n) for n in (3, 4, 5)]
@@ -629,8 +629,8 @@ def bad(corpus, checkpoints, tmp_path):
     ("--checkpoint={good} --mcqa={tmp}/misnamed", "pica is no task"),
     ("--checkpoint={good} --mcqa={tmp}/no_gold", "piqa.jsonl:2: no gold answer"),
     ("--checkpoint={good} --mcqa={tmp}/no_tokens", "piqa.jsonl:1: the answer '' has no tokens"),
-    ("--checkpoint={good} --seq_len=33", "choose a multiple, such as 40"),
-    ("--checkpoint={good} --seq_len=270336", "takes at most 262144"),
+    ("--checkpoint={good} --seq_len=33", "whole blocks of block_len 8"),
+    ("--checkpoint={good} --seq_len=270336", "rotary capacity of 262144"),
     ("--checkpoint={good},{tmp}/nowhere --out={tmp}/lost.json", "there is no checkpoint at"),
     ("--checkpoint={good},{tmp}/bytes.pt", "300 token ids, not those of its tokenizer, bytes"),
     ("--checkpoint={good},", "names with commas between them"), ("--checkpoint=1", "written as ./5"),
@@ -675,7 +675,7 @@ def test_what_was_evaluated_before_a_crash_is_printed_and_written(checkpoints, t
 def test_ctrl_c_is_one_line(monkeypatch, checkpoints, capsys):
     def stop(name):
         raise KeyboardInterrupt
-    monkeypatch.setattr("train.pick_device", stop)
+    monkeypatch.setattr("parallel.pick_device", stop)
     monkeypatch.setattr(sys, "argv", ["eval.py", f"--checkpoint={checkpoints[0]}"])
     with pytest.raises(SystemExit) as stopped:
         runpy.run_path(os.path.join(ROOT, "eval.py"), run_name="__main__")
@@ -697,7 +697,6 @@ REAL = dict(hellaswag=4, piqa=2, arc_easy=4, boolq=2)
                     reason="the question sets are not beside the repository")
 @pytest.mark.parametrize("block_len", [32, 512])
 def test_a_uniform_model_scores_chance_on_real_question_sets(block_len, tmp_path, monkeypatch, capsys):
-    import prepare
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", os.path.join(QUESTIONS, "gpt2_bpe"))
     prepare.prepare_mcqa(tmp_path, local=os.path.join(QUESTIONS, "eval"))
     model = BlockDiffusionLM(ModelConfig(seq_len=512, block_len=block_len, attn_every=2, n_layer=2, n_head=2,
@@ -714,9 +713,9 @@ def test_a_uniform_model_scores_chance_on_real_question_sets(block_len, tmp_path
         assert abs(r["acc"] - r["chance"]) < 4 * max(r["acc_se"], 1)
 
 
-@pytest.mark.parametrize("name", PAPER)
+@pytest.mark.parametrize("name", RESULTS)
 def test_a_model_is_recognised_as_the_papers_by_its_shape(name):
-    assert name in PAPER_PARAMS and len(PAPER[name]) == 8
+    assert name in PARAMS and len(RESULTS[name]) == 8
     with torch.device("meta"):
         model = BlockDiffusionLM(config_from_file(os.path.join(ROOT, "config", f"{name}.py")))
     assert evaluation.paper_name(model) == name

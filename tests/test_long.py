@@ -1,14 +1,8 @@
-"""Long prefixes: 131,072 tokens read in different chunks, and caches of more than 2^31 values."""
+"""Long prefixes: 131,072 tokens read in different chunks."""
 import pytest
 import torch
 
-import ops
 from conftest import make_model
-
-try:                                                    # first: it chooses Triton's interpreter
-    import test_kernels
-except pytest.skip.Exception:                           # there is no Triton
-    test_kernels = None
 
 LONG = 131_072
 
@@ -38,7 +32,7 @@ def test_mamba_layers_read_131072_tokens_alike_in_chunks_of_any_size():
 @pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])
 def test_the_last_of_131072_tokens_are_read_alike_in_chunks_of_any_size(name):
     """All but the last 1024 are a stand-in, random keys, values and states: attention at this length
-    takes a minute a chunk size on two cores. tests/test_gpu.py reads all of them."""
+    takes a minute a chunk size on two cores. tests/kernels/test_gpu.py reads all of them."""
     model = make_model(name, torch.float32, n_layer=2, n_head=1, d_model=8, seq_len=2048, block_len=256)
     tokens = torch.randint(0, 22, (1, 1280), generator=torch.Generator().manual_seed(3))
     caches = [model.new_cache(1, LONG) for _ in range(2)]
@@ -65,24 +59,3 @@ def test_no_call_takes_more_tokens_than_a_chunk_whatever_the_number_of_rows():
     model.prefill(tokens, caches[1])
     assert all(torch.allclose(a, b, atol=1e-5) for states in zip(*(cache.layers for cache in caches))
                for a, b in zip(*states))
-
-
-@pytest.mark.skipif(test_kernels is None, reason="needs Triton: pip install triton==3.6.0")
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")   # numpy's, of -inf
-def test_the_attention_kernel_reads_a_cache_of_more_than_2_to_the_31_values():
-    """Rows 0 and 7 and heads 0 and 17 of a whole cache of 8 x 18 x 262,144 x 64; only the pages that are
-    touched take memory."""
-    lengths, device = torch.tensor([40, 130]), test_kernels.DEVICE
-    try:
-        keys, values = (torch.empty(8, 18, 262_144, 64, dtype=torch.bfloat16, device=device)[::7, ::17]
-                        for _ in range(2))
-    except RuntimeError as refusal:
-        pytest.skip(f"no address space for two caches of 4.5 GiB: {refusal}")
-    assert sum(keys.stride()[:2]) > 2 ** 31
-    for i, n in enumerate(lengths):
-        keys[i, :, :n], values[i, :, :n] = test_kernels.randn(2, 2, n, 64, dtype=torch.bfloat16)
-    q, k, v = test_kernels.randn(2, 16, 3, 2, 64, dtype=torch.bfloat16).unbind(2)
-    out = test_kernels.kernels_attention.block_attention(q, keys, values, lengths.to(device), k, v, 2)
-    own = [u.transpose(1, 2).double() for u in (q, k, v)]
-    want = ops.cached_attention(*own, keys[:, :, :130].double(), values[:, :, :130].double(), lengths, 16)
-    assert error(out, want.transpose(1, 2)) < 1e-2

@@ -9,13 +9,11 @@ import sys
 import pytest
 import torch
 
-import model as model_module
-import ops
+import paper
 from checkpoint import load_model, save_checkpoint
 from configurator import ConfigError
 from conftest import ARCHITECTURES, BLOCK_MODELS, make_batch, make_model
 from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file
-from sample import prepare_for_inference
 
 ROOT = os.path.join(os.path.dirname(__file__), "..")
 PARAMETERS = {
@@ -34,7 +32,7 @@ def test_parameter_counts_are_the_papers_to_the_unit(name):
     with torch.device("meta"):
         n_params = BlockDiffusionLM(config_from_file(os.path.join(ROOT, "config", f"{name}.py"))).n_params
     assert n_params == PARAMETERS[name]
-    assert f"{n_params / 1e6:.2f}" == f"{model_module.PAPER_PARAMS[name]:.2f}"
+    assert f"{n_params / 1e6:.2f}" == f"{paper.PARAMS[name]:.2f}"
 
 
 def test_every_config_file_describes_a_model():
@@ -324,56 +322,6 @@ def test_a_failed_save_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
             save_checkpoint(path, model, step=2)
         assert load_model(path)[1]["step"] == 1
         assert os.listdir(tmp_path) == ["ckpt.pt"]
-
-
-@pytest.mark.parametrize("name, reverse_scan, scan_row", [
-    *((name, True, ops.SCAN_ROW) for name in ARCHITECTURES), ("mamba_h", False, ops.SCAN_ROW), ("mamba_h", True, 4)])
-@both_times
-def test_weights_prepared_for_inference_compute_the_same_function(monkeypatch, name, reverse_scan, scan_row,
-                                                                  time_conditioning):
-    """Folded modulation and merged Mamba directions (not of one direction, nor of blocks that are several rows
-    of the scan), denoising, committing and both at once."""
-    monkeypatch.setattr(ops, "SCAN_ROW", scan_row)
-    model = make_model(name, time_conditioning=time_conditioning, reverse_scan=reverse_scan)
-    x0, xt, t = make_batch(model)
-    logits = model.all_block_logits(x0, xt, t)
-    prepare_for_inference(model, torch.float64)
-    l, cache = model.config.block_len, model.new_cache(3, 32)
-    torch.testing.assert_close(model.denoise(xt[:, :l], cache, t[:, 0]), logits[:, :l])
-    for i in range(1, 32 // l):
-        before, block = slice(i * l - l, i * l), slice(i * l, i * l + l)
-        hidden = model.commit_and_denoise_hidden(x0[:, before], xt[:, block], cache, t[:, i])
-        torch.testing.assert_close(model.logits(hidden), logits[:, block])
-        torch.testing.assert_close(model.denoise(xt[:, block], cache, t[:, i]), logits[:, block])
-
-
-@pytest.mark.parametrize("n_layer", [1, 2, 3])          # the last is attention, Mamba, attention
-@pytest.mark.parametrize("prepared", [False, True])
-@block_models
-@both_times
-def test_positions_that_nobody_asks_for_may_be_left_out_of_the_last_layer(name, prepared, n_layer, time_conditioning):
-    """Rows of different lengths; positions may come twice. What a commit leaves in the cache is the same."""
-    model = make_model(name, attn_every=1 if name == "bdlm_attention" else 2, n_layer=n_layer,
-                       time_conditioning=time_conditioning)
-    x0, xt, t = make_batch(model)
-    if prepared:
-        prepare_for_inference(model, torch.float64)
-    caches, at = [model.new_cache(3, 24) for _ in range(2)], torch.tensor([[6, 0, 1], [2, 2, 7], [5, 3, 4]])
-    for cache in caches:
-        for i, n in enumerate((0, 16, 8)):
-            model.prefill(x0[i:i + 1, :n], cache.rows(i, i + 1))
-    def check(some, every):
-        assert some.shape == (3, 3, model.config.d_model)
-        torch.testing.assert_close(some, torch.stack([h[p] for h, p in zip(every, at)]))
-    first, second = xt[:, :8], xt[:, 8:16]
-    check(model.denoise_hidden(first, caches[0], t[:, 0], at), model.denoise_hidden(first, caches[0], t[:, 0]))
-    check(model.commit_and_denoise_hidden(x0[:, 24:], second, caches[0], t[:, 1], at),
-          model.commit_and_denoise_hidden(x0[:, 24:], second, caches[1], t[:, 1]))
-    for a, b in zip(*(cache.layers for cache in caches)):
-        for i, n in enumerate(caches[0].lengths.tolist()):
-            for part, other in zip(a, b):
-                keys = part.size(2) == 24               # of which what is behind the length may be anything
-                torch.testing.assert_close(*((u[i, :, :n] if keys else u[i]) for u in (part, other)))
 
 
 @block_models

@@ -150,34 +150,14 @@ def test_tiled_cross_entropy_equals_the_plain_one_with_gradients(chunk_elements)
     assert not torch.autograd.grad(ops.linear_cross_entropy(hidden, head, target, weight), head)[0][-1].any()
 
 
-def test_both_ways_are_a_scan_and_a_scan_of_the_reversed_tokens():
-    fwd, rev = scan_inputs(24, grad=False), scan_inputs(24, grad=False)
-    rev["initial_state"], bias = None, torch.randn(2, fwd["D"].numel()).double()
-    x, raw, B, C = (torch.stack([v[k] for v in (fwd, rev)], 2) for k in ("x", "dt", "B", "C"))
-    A, D = (torch.stack([v[k] for v in (fwd, rev)]) for k in ("A", "D"))
-    z = torch.randn_like(x)
-    y, power = ops.ssd_scan_both(x, raw, bias, A, B, C, D, fwd["initial_state"], z, chunk_len=8)
-    torch.testing.assert_close(power, y.square().mean(-1))
-    y = y / torch.nn.functional.silu(z)
-    for i, way in enumerate((fwd, rev)):
-        way["dt"] = torch.nn.functional.softplus(way["dt"] + bias[i])
-    want = ops.ssd_scan_ref(**fwd)[0]
-    torch.testing.assert_close(y[:, :, 0], want)
-    rev = {k: v.flip(1) if k in ("x", "dt", "B", "C") else v for k, v in rev.items()}
-    torch.testing.assert_close(y[:, :, 1], ops.ssd_scan_ref(**rev)[0].flip(1))
-
-
-def test_the_second_of_a_pair_of_blocks_starts_where_the_first_ends():
-    b, h, p, n = 2, 3, 4, 5
-    x, z, dt, B, C = (torch.randn(2 * b, 12, 2, *shape).double() for shape in ((h, p), (h, p), (h,), (n,), (n,)))
-    bias, A, D = torch.randn(2, h).double(), -torch.rand(2, h).double(), torch.randn(2, h).double()
-    start = torch.randn(b, h, p, n).double()
-    y, power, states = ops.ssd_scan_pairs(x, dt, bias, A, B, C, D, start, z, chunk_len=8)
-    steps = torch.nn.functional.softplus(dt[:b, :, 0] + bias[0])
-    want, ends = ops.ssd_scan_ref(x[:b, :, 0], steps, A[0], B[:b, :, 0], C[:b, :, 0], D[0], start)
-    torch.testing.assert_close(states, ends[:, -1])
-    torch.testing.assert_close(y[:b, :, 0], want * torch.nn.functional.silu(z[:b, :, 0]))
-    active, _ = ops.ssd_scan_both(x[b:], dt[b:], bias, A, B[b:], C[b:], D, states, z[b:])
-    torch.testing.assert_close(y[b:], active)
-    assert not y[:b, :, 1].any()
-    torch.testing.assert_close(power, y.square().mean(-1))
+def test_the_table_replaces_an_operation_until_the_plain_functions_are_asked_for(monkeypatch):
+    y, z, weight = torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.ones(4)
+    want, calls = ops.gated_norm(y, z, weight), []
+    def fast(*inputs):
+        calls.append(inputs)
+        return ops.gated_norm.plain(*inputs)
+    monkeypatch.setitem(ops.FAST, "gated_norm", fast)
+    assert torch.equal(ops.gated_norm(y, z, weight), want) and len(calls) == 1
+    with ops.plain():
+        assert torch.equal(ops.gated_norm(y, z, weight), want) and len(calls) == 1
+    assert ops.FAST == {"gated_norm": fast}

@@ -11,8 +11,8 @@ import types
 import pytest
 from test_train import ROOT, TINY, corpus, read_log  # noqa: F401  (a fixture)
 
-import sweep
 from configurator import ConfigError, configure, settings_of
+from tools import sweep
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def test_an_interrupted_sweep_goes_on_where_it_was(config, tmp_path):
     argv = [f"--runs=['{config}']", f"--out_dir={out}", "--eval_settings=sequences=2",
             "--runs_per_gpu=2",                         # one thread: these models are too small for two
             "--settings=max_iters=150 eval_interval=1000 log_interval=5"]
-    process = subprocess.Popen([sys.executable, "sweep.py", *argv], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-m", "tools.sweep", *argv], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     deadline = time.time() + 60
     while not any(map(os.path.getsize, glob.glob(f"{out}/*/log.jsonl"))) and time.time() < deadline:
         time.sleep(0.05)

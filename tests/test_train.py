@@ -1,7 +1,6 @@
 """Training: resume, ranks, baselines, failures. Tiny models on a tiny invented corpus."""
 import importlib.util
 import json
-import math
 import os
 import signal
 import subprocess
@@ -15,8 +14,12 @@ import torch
 
 from checkpoint import load_checkpoint
 from configurator import ConfigError, configure
-from data import byte_baselines, prepare_stdlib
+from conftest import make_model
+from data import prepare_stdlib
 from model import ModelError
+from paper import transfer_lr
+from parallel import ShardedAdamW, select_kernels
+from train import Log, learning_rate_at
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), ".."))
@@ -114,8 +117,6 @@ def test_two_processes_train_the_same_model_as_one_and_resume_on_one(corpus, tmp
 
 
 def test_sharded_adamw_is_adamw(corpus):
-    from conftest import make_model
-    from train import ShardedAdamW
     ours, plain = make_model("mamba_h"), make_model("mamba_h")
     sharded = ShardedAdamW(ours, 1e-2, (0.9, 0.95), 0.1)
     adamw = torch.optim.AdamW(plain.param_groups(0.1), lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
@@ -134,14 +135,37 @@ def test_sharded_adamw_is_adamw(corpus):
         torch.testing.assert_close(a, b)
 
 
+def test_clip_and_step_is_reduce_and_a_clipped_step():
+    both = make_model("mamba_h"), make_model("mamba_h")
+    one, other = (ShardedAdamW(model, 1e-2, (0.9, 0.95), 0.1) for model in both)
+    x0 = torch.randint(0, 22, (2, 32))
+    for model in both:
+        model(x0, torch.Generator().manual_seed(0)).backward()
+    one.clip_and_step(1e-2)
+    other.step(1e-2, min(1.0, 1.0 / (float(other.reduce()) + 1e-6)))
+    for a, b in zip(*(model.parameters() for model in both)):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_cpu_and_kernels_torch_run_the_plain_operations():
+    from ops import FAST
+    for setting in ("auto", "torch"):
+        FAST["ssd_scan"] = None                         # of an earlier choice
+        assert select_kernels(setting, "cpu") == "kernels: plain" and FAST == {}
+    with pytest.raises(ConfigError, match="kernels is 'triton'; it is one of auto, torch"):
+        select_kernels("triton", "cpu")
+
+
 def test_a_step_that_is_not_finite_is_skipped_and_three_in_a_row_stop_the_run(corpus, tmp_path, capsys):
     def poison(steps):
         def patch(module):
-            reduce, count = module.ShardedAdamW.reduce, [0]
-            def poisoned(self):
-                count[0] += 1
-                return reduce(self) * (float("nan") if count[0] in steps else 1)
-            module.ShardedAdamW.reduce = poisoned
+            class Poisoned(ShardedAdamW):
+                count = 0
+
+                def reduce(self):
+                    self.count += 1
+                    return super().reduce() * (float("nan") if self.count in steps else 1)
+            module.ShardedAdamW = Poisoned
         return patch
     out = str(tmp_path / "a")
     run(TINY + [f"--data={corpus}", f"--out_dir={out}"], patch=poison({2, 3}))
@@ -274,7 +298,6 @@ def test_damage_to_a_checkpoint_is_found(corpus, tmp_path):
 
 
 def test_a_line_of_the_log_that_cannot_be_written_does_not_end_training(tmp_path, capsys, monkeypatch):
-    from train import Log
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full on this system")
     log = Log(str(tmp_path / "log.jsonl"), 0, True)
@@ -285,26 +308,14 @@ def test_a_line_of_the_log_that_cannot_be_written_does_not_end_training(tmp_path
 
 
 def test_learning_rate_transfer_gives_the_papers_figures():
-    from train import transfer_lr
     assert f"{transfer_lr(4e-3, 896 / 448, 18 / 12, 64 / 32, 17.65 / 5.000):.2e}" == "1.23e-03"
     assert f"{transfer_lr(8e-3, 832 / 448, 18 / 12, 64 / 32, 17.65 / 5.000):.2e}" == "2.65e-03"
 
 
 def test_the_schedule_warms_up_then_falls_to_the_floor():
-    from train import learning_rate_at
     rates = [learning_rate_at(i, 1.0, 1e-6, 10, 100) for i in range(101)]
     assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0 and rates[100] == pytest.approx(1e-6)
     assert all(a > b for a, b in zip(rates[10:], rates[11:]))
-
-
-def test_bits_per_byte_by_hand():
-    """Six bytes and an end-of-text at ln 2 nats a token: 7 bits over 6 bytes. The bigram's counts by hand."""
-    from train import bits_per_byte
-    assert bits_per_byte(math.log(2), 7, 6) == pytest.approx(7 / 6)
-    base = byte_baselines(np.array([97, 98, 97, 98]), np.array([97, 98]))
-    assert base["unigram"] == pytest.approx(-math.log2(3 / 261))
-    first = -math.log2(2 / 258)                         # end-of-text, then a: once in training
-    assert base["bigram"] == pytest.approx((first - math.log2(3 / 259)) / 2)
 
 
 def test_scripts_answer_bad_input_with_one_sentence_and_a_non_zero_exit(corpus, tmp_path):

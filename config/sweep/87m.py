@@ -1,4 +1,5 @@
 # The paper's grid (tab:validation-87m-full): four models, five learning rates, 5.000B tokens each.
+#     python -m tools.sweep config/sweep/87m.py
 # 100B tokens in all: about four days on one H200, a run on each of eight GPUs takes half a day.
 out_dir = "out/sweep_87m"
 runs = ["config/attention_87m.py", "config/diffumamba_h_87m.py", "config/bdlm_attention_87m.py",

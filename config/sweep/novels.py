@@ -1,5 +1,6 @@
 # The four models side by side on a small text, and what time conditioning, the reverse scan and a
 # trained prefix are worth. Each config takes the better of two learning rates on a short run.
+#     python -m tools.sweep config/sweep/novels.py
 out_dir = "out/sweep_novels"
 runs = ["config/small_attention.py", "config/small_attention.py learning_rate=1e-3",
         "config/small_diffumamba_h.py", "config/small_bdlm_attention.py",

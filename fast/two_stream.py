@@ -1,39 +1,111 @@
 """
-Attention of both streams of the all-block objective: the fast twin of two_stream_attention in
-ops.py for training in 16 bits on Hopper.
+Attention of both streams of the all-block objective. It replaces ops.two_stream_masks and
+ops.two_stream_attention, which belong together.
 
-A library's causal kernel is faster than one with a mask of any shape, and this mask is nearly
-causal. With blocks of l tokens, clean token i of block B sees
+The first part is FlexAttention, which compiles the mask of ops.two_stream_mask, for any GPU that Triton knows. The
+rest of the file are kernels by hand for 16 bits on Hopper, where they are faster.
 
-    clean tokens 0..i                      the causal part
-    the later clean tokens of block B      a triangle
-
-and noisy token i + l, which sees clean blocks 0..B too and its own noisy block, sees
-
-    clean tokens 0..i, the same triangle   the same two parts, one block further on
-    noisy block B + 1                      a square
-
-cuDNN does the causal part, kernels here add triangles and squares. Forward, they take up the online
-softmax where cuDNN has left it: its output and log-sum-exp are a running mean and its weight.
-Backward, the gradient of a score depends on the other scores through the final output and
-log-sum-exp alone, so each part is given these and makes its share.
-
-Without a GPU, Triton's interpreter tests it:    python -m pytest tests/test_kernels.py -k two_stream
-Time it on one:                                  python bench.py ops --only=['two_stream']
+Without a GPU, Triton's interpreter tests the latter:    python -m pytest tests/kernels/test_kernels.py -k two_stream
+Time it on one:                                          python bench.py ops --only=['two_stream']
 """
+import functools
 from typing import Tuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from kernels import LOG2E, dot, like, operator, rowwise, strides
+import ops
+from fast.triton_tools import LOG2E, dot, like, operator, rowwise, strides
+
+FLEX_TILE = 128  # where a block is whole tiles, every tile is wholly visible or not at all
+# Head dimensions 52 and 56 get tiles of 64 queries by default, which take a quarter longer.
+FLEX_OPTIONS = dict(fwd_BLOCK_M=128, fwd_BLOCK_N=64)
+
+
+# ----------------------------------------------------------------------------------------------
+# FlexAttention, and the choice between it and the kernels below
+
+def hopper(device):
+    """Whether the kernels by hand run on this GPU: they need cuDNN's causal attention, which was measured to be faster
+    than FlexAttention on Hopper."""
+    return (torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+            and torch.backends.cudnn.is_available())
+
+
+def two_stream_masks(s, block_len, device):
+    """As ops.two_stream_masks, which serves blocks that are not whole tiles. For others: two block masks, and whether
+    the kernels by hand may run instead of FlexAttention."""
+    if s == block_len or block_len % FLEX_TILE:
+        return ops.two_stream_masks.plain(s, block_len, device)
+    return *block_masks(s, block_len, device), hopper(device)
+
+
+@functools.lru_cache(maxsize=8)
+def block_masks(s, block_len, device):
+    """The masks are made from tile indices: no mask over (2 s)^2 positions ever exists."""
+    n_clean = s - block_len
+    tiles = torch.arange((n_clean + s) // FLEX_TILE, device=device) * FLEX_TILE
+    seen = ops.two_stream_mask(tiles[:, None], tiles, block_len, n_clean)
+
+    def block_mask(seen, offset, q_len, kv_len):
+        count = seen.sum(1, dtype=torch.int32)[None, None]
+        index = seen.int().argsort(dim=1, descending=True, stable=True).int()[None, None]
+
+        def mask_mod(b, h, q, kv):
+            return ops.two_stream_mask(q + offset, kv, block_len, n_clean)
+        return BlockMask.from_kv_blocks(torch.zeros_like(count), index, count, index, FLEX_TILE, mask_mod,
+                                        seq_lengths=(q_len, kv_len))
+    c = n_clean // FLEX_TILE
+    return (block_mask(seen[:c, :c].contiguous(), 0, n_clean, n_clean),
+            block_mask(seen[c:].contiguous(), n_clean, s, n_clean + s))
+
+
+def two_stream_attention(clean, noisy, masks):
+    """As ops.two_stream_attention, which serves masks that are tensors or None."""
+    if masks[0] is None or isinstance(masks[0], Tensor):
+        return ops.two_stream_attention.plain(clean, noisy, masks)
+    (q_clean, k_clean, v_clean), (q, k, v), (clean_mask, noisy_mask, by_hand) = clean, noisy, masks
+    k, v = torch.cat([k_clean, k], 2), torch.cat([v_clean, v], 2)  # (b, h, n_clean + s, e)
+    if by_hand and q.element_size() == 2 and q.shape[3] <= 128:
+        return two_stream_by_hand(q_clean, q, k, v)
+    flex = compiled_flex()
+    y_clean = None
+    if q_clean is not None:
+        y_clean = flex(q_clean, k_clean, v_clean, block_mask=clean_mask, kernel_options=FLEX_OPTIONS)
+    return y_clean, flex(q, k, v, block_mask=noisy_mask, kernel_options=FLEX_OPTIONS)
+
+
+@functools.lru_cache(maxsize=1)
+def compiled_flex():
+    return torch.compile(flex_attention, dynamic=False)
+
+
+# ----------------------------------------------------------------------------------------------
+# Kernels by hand, for 16 bits on Hopper.
+#
+# A library's causal kernel is faster than one with a mask of any shape, and this mask is nearly
+# causal. With blocks of l tokens, clean token i of block B sees
+#
+#     clean tokens 0..i                      the causal part
+#     the later clean tokens of block B      a triangle
+#
+# and noisy token i + l, which sees clean blocks 0..B too and its own noisy block, sees
+#
+#     clean tokens 0..i, the same triangle   the same two parts, one block further on
+#     noisy block B + 1                      a square
+#
+# cuDNN does the causal part; the kernels here add triangles and squares. Forward, they continue the
+# online softmax where cuDNN has left it: its output and log-sum-exp are a running mean and its
+# weight. Backward, the gradient of a score depends on the other scores through the final output and
+# log-sum-exp alone, so each part is given these and computes its share.
 
 TILE = 64  # queries and keys of a tile; a block is whole tiles
 
 
-# ----------------------------------------------------------------------------------------------
 # The causal part
 
 def causal_forward(q, k, v, scale):
@@ -49,7 +121,6 @@ def causal_backward(dout, q, k, v, out, lse, scale):
         dout, q, k, v, out, lse, seed, seed, None, None, None, n, n, 0.0, True, scale=scale)
 
 
-# ----------------------------------------------------------------------------------------------
 # Triangles and squares. Keys are n clean tokens, then s noisy ones; queries are nq clean tokens
 # (all n, or none where nobody needs their outputs), then the s noisy ones. A program has T queries
 # or T keys of one head. Exponents are in base 2, `scale` includes log2 e; e is padded to E.
@@ -201,7 +272,6 @@ def keys_kernel(q, k, v, dout, lse, delta, dk_clean, dv_clean, dk_noisy, dv_nois
     store_rows(dv + there, first, sgl, dvt, T, e, E)
 
 
-# ----------------------------------------------------------------------------------------------
 # The operator
 
 def sizes(q, k, block_len, scale):
@@ -293,3 +363,15 @@ def two_stream(q, k, v, block_len, scale):
     """k and v (b, h, n + s, e): n = s - block_len clean tokens and s noisy ones; q alike, or the
     noisy ones alone; e a multiple of 8. -> like q. Differentiable in all three."""
     return two_stream_forward(rowwise(q), rowwise(k), rowwise(v), block_len, scale)[0]
+
+
+def two_stream_by_hand(q_clean, q, k, v):
+    """`two_stream` for any head dimension, streams apart. q_clean (b, h, n, e) or None, q (b, h, s, e); k and v
+    (b, h, n + s, e), clean tokens first. -> outputs like q_clean and q"""
+    n_clean, e = k.shape[2] - q.shape[2], q.shape[3]
+    q = q if q_clean is None else torch.cat([q_clean, q], 2)
+    wide = max(16, 1 << (e - 1).bit_length())  # 52 or 56 columns are slower than 64
+    if wide > e:
+        q, k, v = (F.pad(u, (0, wide - e)) for u in (q, k, v))
+    y = two_stream(q, k, v, k.shape[2] - 2 * n_clean, e ** -0.5)[..., :e]
+    return (None, y) if q_clean is None else (y[:, :, :n_clean], y[:, :, n_clean:])

@@ -1,14 +1,13 @@
 """
 Triton kernels of the short causal convolution and its SiLU, with carried columns.
 
-  causal_conv        forward, with a backward in one pass (twin in ops.py: causal_conv)
-  causal_conv_both   two directions at once, for generation (twin: causal_conv_both)
+  causal_conv        replaces ops.causal_conv; its backward is one pass
+  causal_conv_both   two directions at once, for generation (plain twin in fast/plain.py)
 
-A module of its own, because it shares nothing with the scan but helpers: the convolution is bound
-by memory, the scan by registers and products.
+The convolution shares nothing with the scan: it is bound by memory, the scan by registers and products.
 
-Without a GPU, Triton's interpreter tests it:    python -m pytest tests/test_kernels.py -k conv
-Time it on one, in whole models:                 python bench.py train --only=['mamba_h_350m']
+Without a GPU, Triton's interpreter tests them:    python -m pytest tests/kernels/test_kernels.py -k conv
+Time them on one, in whole models:                 python bench.py train --only=['mamba_h_350m']
 """
 from typing import Optional, Tuple
 
@@ -17,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import differentiable, like, operator, rowwise, strides
+from fast.triton_tools import differentiable, like, operator, rowwise, strides
 
 # For each channel, out_i = silu(a_i) with a_i = bias + sum_j weight_j u_{i-w+1+j}; `initial` holds
 # the w - 1 columns before u_0. Memory is what takes time, so a program reads everything once: it

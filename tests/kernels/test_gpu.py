@@ -1,18 +1,25 @@
 """What only a GPU can show: every fast path against its plain twin. Skipped where there is none.
 
-    python -m pytest tests/test_gpu.py -s       # prints the errors measured
+    python -m pytest tests/kernels/test_gpu.py -s       # prints the errors measured
 """
 import copy
 
 import pytest
 import torch
 
-import block_graph
-import ops
-import sample
-from conftest import ARCHITECTURES
-from model import BlockDiffusionLM, ModelConfig
-from sample import Sampler, generate, load_prefix, prepare_for_inference, read_prefix, save_prefix, say_once
+from conftest import ARCHITECTURES, need_fast
+
+need_fast()
+
+import decoders  # noqa: E402
+import ops  # noqa: E402
+from checkpoint import fingerprint, load_prefix, read_prefix, save_prefix  # noqa: E402
+from decoders import ORDERS, Sampler  # noqa: E402
+from fast.decoder import say_once  # noqa: E402
+from fast.inference import inference_model  # noqa: E402
+from model import BlockDiffusionLM, ModelConfig, cast_for_inference  # noqa: E402
+from parallel import ShardedAdamW, compile_layers, select_kernels  # noqa: E402
+from sample import generate, generate_naive, open_engine  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -32,9 +39,8 @@ def gpu_model(name, **changes):
 
 @pytest.fixture(autouse=True)
 def _restore_kernels():
-    before = dict(ops.KERNELS)
     yield
-    ops.KERNELS.update(before)
+    ops.FAST.clear()
     torch.compiler.reset()
 
 
@@ -53,10 +59,10 @@ def test_fast_paths_equal_the_plain_twins_in_value_and_gradient(name, time):
     loss = exact.loss(x0, is_masked, t.double())
     loss.backward()
     model = model.cuda()
-    ops.select_kernels("auto", "cuda")
+    select_kernels("auto", "cuda")
     for dtype, compiled, limit in ((torch.float32, False, 2e-5), (torch.bfloat16, True, 3e-2)):
         if compiled:
-            model.compile_layers()
+            compile_layers(model)
         model.zero_grad()
         with torch.autocast("cuda", dtype, enabled=dtype == torch.bfloat16):
             fast = model.loss(x0.cuda(), is_masked.cuda(), t.cuda())
@@ -74,20 +80,21 @@ def test_fast_paths_equal_the_plain_twins_in_value_and_gradient(name, time):
 
 @pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])
 def test_cached_logits_equal_all_block_logits_on_the_gpu(name):
-    ops.select_kernels("auto", "cuda")
+    select_kernels("auto", "cuda")
     x0 = torch.randint(0, 999, (2, 1024), device="cuda")
     t, is_masked = gpu_model(name).draw_noise(x0)
     xt = x0.masked_fill(is_masked, 999)
     for dtype, limit in ((torch.float32, 2e-5), (torch.bfloat16, 2e-2)):
-        model = gpu_model(name).cuda().to(dtype)
+        model = gpu_model(name).cuda()
+        prepared = inference_model(model, dtype)
         with torch.no_grad():
-            logits = model.all_block_logits(x0, xt, t)
+            logits = cast_for_inference(model, dtype).all_block_logits(x0, xt, t)
         cache = model.new_cache(2, 1024)
         worst = 0
         for i in range(4):
             block = slice(256 * i, 256 * i + 256)
             if i == 2:                                  # the last two blocks with prepared weights
-                prepare_for_inference(model, dtype)
+                model = prepared
             out = model.denoise(xt[:, block], cache, t[:, i])
             worst = max(worst, relative(out[..., :-1], logits[:, block, :-1]))
             model.commit(x0[:, block], cache)
@@ -101,14 +108,13 @@ def test_cached_logits_equal_all_block_logits_on_the_gpu(name):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_twenty_training_steps_give_the_losses_of_the_plain_path_on_the_cpu(name):
-    from train import ShardedAdamW
     losses = []
     for device, kernels in (("cuda", "auto"), ("cpu", "torch")):
         model = gpu_model(name, seq_len=512, block_len=512 if ARCHITECTURES[name][1] == 32 else 256,
                           n_layer=2).to(device)
-        ops.select_kernels(kernels, device)
+        select_kernels(kernels, device)
         if device == "cuda":
-            model.compile_layers()
+            compile_layers(model)
         optimizer = ShardedAdamW(model, 1e-3, (0.9, 0.95), 0.1)
         data = torch.randint(0, 999, (2, 512), generator=torch.Generator().manual_seed(5)).to(device)
         row = []
@@ -126,21 +132,23 @@ def test_twenty_training_steps_give_the_losses_of_the_plain_path_on_the_cpu(name
 
 
 def continue_prompts(model, lengths, engine, length=150, order="random", prefix=None, **rest):
-    """Generation with block length 64 and draws that depend on the row alone."""
+    """Generation with block length 64 and draws that depend on the row alone. engine: a name, or what open_engine
+    returned."""
+    model, new_decoder = open_engine(engine, model) if isinstance(engine, str) else engine
     sampler = Sampler(list(range(len(lengths))), order, tokens_per_step=12, threshold=0.0015, mask_id=999)
     text = torch.randint(0, 999, (512,), generator=torch.Generator().manual_seed(3))
     prompts = [text[i:i + n] for i, n in enumerate(lengths)]
-    return generate(model, prompts, length, sampler, engine=engine, prefix=prefix, **rest)
+    return generate(model, prompts, length, sampler, new_decoder, prefix=prefix, **rest)
 
 
 @pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])
-@pytest.mark.parametrize("order", ["random", "confidence", "threshold", "first_hitting"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_cuda_graphs_give_the_tokens_of_the_plain_loop_in_every_decoder(monkeypatch, name, order):
     """Prompts of different lengths, rows that finish at different steps, an end-of-text, a watcher; where
     all positions need logits, these are made for 20 at a time."""
-    ops.select_kernels("auto", "cuda")
-    monkeypatch.setattr(sample, "LOGITS", 20_000)
-    model = prepare_for_inference(gpu_model(name, block_len=64).cuda(), torch.float32)
+    select_kernels("auto", "cuda")
+    monkeypatch.setattr(decoders, "LOGITS", 20_000)
+    model = gpu_model(name, block_len=64).cuda()
     lengths = (5, 70, 128, 200)
     say_once.cache_clear()
     plain = continue_prompts(model, lengths, "simple", order=order)
@@ -157,44 +165,32 @@ def test_cuda_graphs_give_the_tokens_of_the_plain_loop_in_every_decoder(monkeypa
     assert say_once.cache_info().currsize == 0          # auto took the graphs
 
 
-@pytest.mark.parametrize("order", sample.ORDERS)
-def test_the_host_never_waits_inside_a_block(monkeypatch, order):
-    ops.select_kernels("auto", "cuda")
-    model = prepare_for_inference(gpu_model("mamba_h", block_len=64).cuda(), torch.float32)
-    masks = torch.full((2, 64), 999, device="cuda")
-    def make(engine):
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_host_never_waits_inside_a_block(order):
+    """But for order=threshold, which asks before every step whether a mask is left."""
+    select_kernels("auto", "cuda")
+    model, masks = gpu_model("mamba_h", block_len=64).cuda(), torch.full((2, 64), 999, device="cuda")
+
+    def two_blocks(engine, mode):
+        prepared, new_decoder = open_engine(engine, model)
         sampler = Sampler([0, 1], order, 12, threshold=0.0015, mask_id=999)
-        return sample.make_decoder(engine, model, model.new_cache(2, 64), sampler, 64)
-    decoder, plain = make("graphs"), make("fused")
-    launched, launch = [], block_graph.BlockGraph.launch
-    monkeypatch.setattr(block_graph.BlockGraph, "launch", lambda graph: launched.append(graph) or launch(graph))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for commit in (False, True):
-            x0 = decoder.decode(masks, commit, 64)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        decoder = new_decoder(prepared, prepared.new_cache(2, 64), sampler, 64)
+        assert decoder.engine == engine
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            decoder.commit(decoder.decode(masks, [64, 64]))
+            x0 = decoder.decode(masks, [64, 64])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return x0, decoder
+    x0, decoder = two_blocks("graphs", "default" if order == "threshold" else "error")
     assert (x0 != 999).all() and decoder.cache.lengths.tolist() == [64, 64]
-    assert launched == [decoder.blocks[False], decoder.blocks[True]]
-    plain.decode(masks, False, 64)
-    assert torch.equal(plain.decode(masks, True, 64), x0) and decoder.passes == plain.passes
+    plain, eager = two_blocks("fused", "default")
+    assert torch.equal(plain, x0) and decoder.passes == eager.passes
     if order == "threshold":
         assert 2 < decoder.passes < 128
     else:
         assert decoder.passes == 2 * (64 if order == "first_hitting" else 6)
-
-
-def test_without_a_loop_on_the_device_the_host_asks_and_says_why(monkeypatch, capsys):
-    ops.select_kernels("auto", "cuda")
-    model = prepare_for_inference(gpu_model("mamba_h", block_len=64).cuda(), torch.float32)
-    say_once.cache_clear()
-    looped = continue_prompts(model, (5, 70), "graphs", order="threshold")
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(block_graph, "WHILE", 77)       # which no driver knows
-    asked = continue_prompts(model, (5, 70), "graphs", order="threshold")
-    assert all(torch.equal(a, b) for a, b in zip(looped.tokens, asked.tokens))
-    assert looped.forward_passes == asked.forward_passes
-    assert "steps are launched one by one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])
@@ -207,20 +203,17 @@ def test_prepared_weights_in_graphs_give_the_tokens_of_the_model_without_a_cache
     prompts = torch.randint(0, 999, (2, 70), generator=torch.Generator().manual_seed(1)).cuda()
 
     sampler = Sampler([0, 1], order, 12, mask_id=999)
-    want = model.generate_naive(prompts, 130, lambda xt, logits_fn, begin: sample.decode_block(
-        xt, logits_fn, sampler, begin=begin))
-    ops.select_kernels("auto", "cuda")
-    model = prepare_for_inference(model, torch.float32)
+    want = generate_naive(model, prompts, 130, sampler)
+    select_kernels("auto", "cuda")
     for compiled in (False, True):
-        if compiled:
-            model.compile_layers("denoise", "commit_and_denoise")
-        out = generate(model, list(prompts), 130, sampler, engine="graphs")
+        prepared, new_decoder = open_engine("graphs", model, compile=compiled)
+        out = generate(prepared, list(prompts), 130, sampler, new_decoder)
         assert torch.equal(torch.stack(out.tokens), want)
 
 
 def test_without_what_graphs_need_generation_goes_on_and_says_why(capsys):
-    model = prepare_for_inference(gpu_model("mamba_h", block_len=64).cuda(), torch.float32)
-    ops.select_kernels("torch", "cuda")
+    model = gpu_model("mamba_h", block_len=64).cuda()
+    select_kernels("torch", "cuda")
     say_once.cache_clear()
     plain, out = (continue_prompts(model, (5, 70), engine) for engine in ("simple", "auto"))
     assert all(torch.equal(a, b) for a, b in zip(out.tokens, plain.tokens))
@@ -229,8 +222,8 @@ def test_without_what_graphs_need_generation_goes_on_and_says_why(capsys):
 
 
 def test_a_step_that_cannot_be_recorded_runs_without_a_graph(capsys, monkeypatch):
-    ops.select_kernels("auto", "cuda")
-    model = prepare_for_inference(gpu_model("mamba_h", block_len=64).cuda(), torch.float32)
+    select_kernels("auto", "cuda")
+    model = gpu_model("mamba_h", block_len=64).cuda()
     plain, pick = continue_prompts(model, (5, 70), "simple"), Sampler.pick
     monkeypatch.setattr(Sampler, "pick", lambda self, logits, *rest: (
         pick(self, logits + 0 * float(logits[0, 0, 0]), *rest)))
@@ -242,12 +235,13 @@ def test_a_step_that_cannot_be_recorded_runs_without_a_graph(capsys, monkeypatch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_on_the_gpu(dtype, tmp_path):
-    ops.select_kernels("auto", "cuda")
-    model = prepare_for_inference(gpu_model("mamba_h", block_len=64).cuda(), dtype)
-    want = continue_prompts(model, (200,), "graphs")
-    save_prefix(str(tmp_path / "cache"), model, read_prefix(model, want.tokens[0][:200].cpu()))
-    prefix = load_prefix(str(tmp_path / "cache"), model)
-    assert torch.equal(continue_prompts(model, (0,), "graphs", prefix=prefix).tokens[0], want.tokens[0])
+    select_kernels("auto", "cuda")
+    model, path = gpu_model("mamba_h", block_len=64).cuda(), str(tmp_path / "cache")
+    mark, engine = fingerprint(model, dtype), open_engine("graphs", model, dtype)
+    want = continue_prompts(model, (200,), engine)
+    save_prefix(path, read_prefix(engine[0], want.tokens[0][:200].cpu()), mark)
+    prefix = load_prefix(path, model.config, mark)
+    assert torch.equal(continue_prompts(model, (0,), engine, prefix=prefix).tokens[0], want.tokens[0])
 
 
 @pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])
@@ -256,9 +250,10 @@ def test_fast_paths_equal_the_plain_twins_after_131072_tokens(name):
     tokens = torch.randint(0, 999, (1, 131_072 + 256), device="cuda")
     for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 4e-2)):
         logits = []
-        for kernels, precision in (("torch", torch.float32), ("auto", dtype)):
-            ops.select_kernels(kernels, "cuda")
-            model = gpu_model(name, n_layer=3).to(dtype).to(precision).cuda()
+        for kernels in ("torch", "auto"):
+            select_kernels(kernels, "cuda")
+            model = cast_for_inference(gpu_model(name, n_layer=3), dtype).cuda()
+            model = model.float() if kernels == "torch" else model
             cache = model.new_cache(1, 131_072)
             model.prefill(tokens[:, :-256], cache)
             logits.append(model.denoise(tokens[:, -256:], cache, torch.ones(1, device="cuda"))[..., :-1])

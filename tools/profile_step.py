@@ -1,25 +1,19 @@
 """
 Where the time of one training step, or of one denoising step, goes: its kernels by kind and by name.
 
-    python assets/profile_step.py --configs=mamba_h_350m,bdlm_attention_350m     # training steps
-    python assets/profile_step.py --sampling=true --configs=mamba_h_700m         # denoising steps
+    python -m tools.profile_step --configs=mamba_h_350m,bdlm_attention_350m     # training steps
+    python -m tools.profile_step --sampling=true --configs=mamba_h_700m         # denoising steps
 """
 import json
-import os
-import sys
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
-import ops  # noqa: E402
-from bench import hardware, named_config, write_out  # noqa: E402
-from configurator import check, check_file, configure, script  # noqa: E402
-from fold import prepare_for_inference  # noqa: E402
-from model import BlockDiffusionLM, ModelError  # noqa: E402
-from operations import update  # noqa: E402
-from sample import Sampler, make_decoder  # noqa: E402
-from train import ShardedAdamW, pick_device  # noqa: E402
+from configurator import check, check_file, configure, script, write_file
+from decoders import Sampler
+from model import BlockDiffusionLM, ModelError, config_from_file
+from parallel import ShardedAdamW, compile_layers, hardware, pick_device, select_kernels
+from sample import open_engine
 
 configs = []                            # files of config/; []: mamba_h_350m, on a CPU laptop
 sampling = False                        # profile a denoising step instead, after an empty prefix
@@ -42,7 +36,7 @@ def training_step(config, dev):
     model = BlockDiffusionLM(config).to(dev)
     optimizer = ShardedAdamW(model, 1e-3, (0.9, 0.95), 0.1)
     if dev.type == "cuda":
-        model.compile_layers()
+        compile_layers(model)
     x0 = torch.randint(0, config.mask_id, (micro_batch_size, config.seq_len), device=dev)
 
     def step():
@@ -50,7 +44,7 @@ def training_step(config, dev):
         with torch.autocast(dev.type, torch.bfloat16, enabled=dev.type == "cuda"):
             loss = model(x0)
         loss.backward()
-        update(optimizer)
+        optimizer.clip_and_step(1e-4)
     return step
 
 
@@ -58,16 +52,14 @@ def training_step(config, dev):
 def denoising_step(config, dev):
     model = BlockDiffusionLM(config).to(dev)
     torch.nn.init.normal_(model.head.weight, std=0.02)
-    prepare_for_inference(model, torch.bfloat16 if dev.type == "cuda" else torch.float32)
-    if dev.type == "cuda":
-        model.compile_layers("denoise", "commit_and_denoise")
+    on_gpu = dev.type == "cuda"
+    model, new_decoder = open_engine("auto", model, torch.bfloat16 if on_gpu else torch.float32, compile=on_gpu)
     cache = model.new_cache(1, config.block_len)
-    sampler = Sampler([0], mask_id=config.mask_id)
-    decoder = make_decoder("auto" if dev.type == "cuda" else "fused", model, cache, sampler, config.block_len)
+    decoder = new_decoder(model, cache, Sampler([0], mask_id=config.mask_id), config.block_len)
 
     def step():
-        decoder.rewind()
-        decoder.graphs[False].replay() if decoder.graphs else decoder.denoise(False)
+        decoder.block.rewind()
+        decoder.step()
     return step
 
 
@@ -88,8 +80,8 @@ def main():
     check_file("out", out)
     dev, found = torch.device(pick_device("auto")), {}
     names = configs or ["mamba_h_350m" if dev.type == "cuda" else "laptop"]
-    every = [named_config(name) for name in names]      # so that a wrong name costs no profile
-    print(f"{', '.join(names)} on {dev} | {ops.select_kernels('auto', dev)}", flush=True)
+    every = [config_from_file(name) for name in names]      # so that a wrong name costs no profile
+    print(f"{', '.join(names)} on {dev} | {select_kernels('auto', dev)}", flush=True)
     for name, config in zip(names, every):
         torch.compiler.reset()
         step = (denoising_step if sampling else training_step)(config, dev)
@@ -105,10 +97,10 @@ def main():
         for key, calls, ms in rows[:top]:
             print(f"  {ms:9.3f} ms {calls:6d}  {key}")
         found[name] = dict(ms=total, kinds=kinds, kernels=rows)
-        write_out(out, json.dumps(dict(sampling=sampling, hardware=hardware(dev), models=found), indent=1))
+        write_file(out, json.dumps(dict(sampling=sampling, hardware=hardware(dev), models=found), indent=1))
 
 
 if __name__ == "__main__":
-    with script("profile_step.py", ModelError, ops.KernelError):
+    with script("profile_step.py", ModelError):
         configure(globals())
         main()

@@ -1,12 +1,14 @@
 """
-Triton kernels of the scan over long sequences: the fast twin of ssd_scan in ops.py.
+Triton kernels of the scan over long sequences. They replace ops.ssd_scan.
 
-  ssd_scan      all rows of all sequences at once, each from the state that the rows before it leave
-  pass_states   states carried over the rows of a sequence, or their gradients carried back
+  ssd_scan         the replacement: a sequence is cut into rows, all of which are scanned at once
+  scan_over_rows   the same for rows of a given length, with its backward
+  pass_states      states carried over the rows of a sequence, or their gradients carried back
 
-A module of its own, beside the scan of single rows in kernels.py, which is all that noisy blocks
-need. Without a GPU, Triton's interpreter tests it:    python -m pytest tests/test_kernels.py -k state
-Time it on one, as a part of the scan:                 python bench.py ops --only=['scan']
+The scan inside a row is in fast/scan.py.
+
+Without a GPU, Triton's interpreter tests them:    python -m pytest tests/kernels/test_kernels.py -k state
+Time them on one, as a part of the scan:           python bench.py ops --only=['scan']
 """
 from typing import Optional, Tuple
 
@@ -15,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-import kernels
-from kernels import LOG2E, like, operator, rowwise
+import fast.scan as scan
+import ops
+from fast.triton_tools import LOG2E, like, operator, rowwise
 
 PASS = 1024  # elements of a state, e = p n of them, per program that carries states
 
@@ -76,10 +79,10 @@ def in_rows(row, *tensors):
 
 def row_states(x, steps, B, s0, row):
     """-> the states before every row and at the end (b, s / row + 1, h, p, n), from s0 or zeros; steps:
-    the kernels.StepSizes of all rows"""
+    the scan.StepSizes of all rows"""
     (b, s, h, p), n = x.shape, B.shape[-1]
     local = x.new_empty(b, s // row, h, p, n, dtype=torch.float32)
-    kernels.walk(*in_rows(row, x), steps, *in_rows(row, B), final=local)
+    scan.walk(*in_rows(row, x), steps, *in_rows(row, B), final=local)
     return pass_states(local, steps.log_decays(x), s0)
 
 
@@ -89,10 +92,10 @@ def scan_backward(dx, ddt, dB, dC, dy, dstates, x, steps, B, C, D, states, row):
     xs, Bs, Cs, dys = in_rows(row, x, B, C, dy)
     grads = (v.view(-1, row, *v.shape[2:]) for v in (dx, ddt, dB, dC))  # or an error, no copy
     local = states.new_empty(states[:, 1:].shape)
-    kernels.walk(dys, steps, Cs, final=local, adjoint=True)
+    scan.walk(dys, steps, Cs, final=local, adjoint=True)
     G = pass_states(local, steps.log_decays(x), None, dstates, back=True)
     del local
-    return G[:, 0], *kernels.rows_backward(
+    return G[:, 0], *scan.rows_backward(
         *grads, None, dys, xs, steps, Bs, Cs, D, states[:, :-1], G[:, 1:])
 
 
@@ -104,9 +107,9 @@ def fake_outputs(x, B, row):
 @operator(lambda x, dt, A, B, C, D, s0, row: fake_outputs(x, B, row))
 def ssd_scan_forward(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
                      s0: Optional[Tensor], row: int) -> Tuple[Tensor, Tensor]:
-    steps = kernels.StepSizes(*in_rows(row, dt), A)
+    steps = scan.StepSizes(*in_rows(row, dt), A)
     states = row_states(x, steps, B, s0, row)
-    y, _ = kernels.rows_forward(*in_rows(row, x), steps, *in_rows(row, B, C), D, states[:, :-1])
+    y, _ = scan.rows_forward(*in_rows(row, x), steps, *in_rows(row, B, C), D, states[:, :-1])
     return y.view(x.shape), states
 
 
@@ -116,7 +119,7 @@ def ssd_scan_backward(
         C: Tensor, D: Tensor, s0: Optional[Tensor], row: int) -> Tuple[
             Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dx, ddt, dB, dC = like(x, dt, B, C)
-    steps = kernels.StepSizes(*in_rows(row, dt), A)
+    steps = scan.StepSizes(*in_rows(row, dt), A)
     ds0, dA, dD = scan_backward(
         dx, ddt, dB, dC, rowwise(dy), dstates, x, steps, B, C, D, states, row)
     return dx, ddt, dA, dB, dC, dD, x.new_empty(0) if s0 is None else ds0.clone()
@@ -135,8 +138,26 @@ def backward(ctx, dy, dstates):
 ssd_scan_forward.register_autograd(backward, setup_context=save)
 
 
-def ssd_scan(x, dt, A, B, C, D, s0, row):
+def scan_over_rows(x, dt, A, B, C, D, s0, row):
     """x (b, s, h, p), dt (b, s, h) fp32 and positive, A (h) fp32 and negative, B and C (b, s, n),
     D (h) fp32, s0 (b, h, p, n) fp32 or None: zeros; row divides s. -> y like x, and the states
     before every row and at the end (b, s / row + 1, h, p, n) fp32"""
     return ssd_scan_forward(rowwise(x), dt, A, rowwise(B), rowwise(C), D, s0, row)
+
+
+def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=128, want_states=True):
+    """As ops.ssd_scan. The kernels choose their own chunks: chunk_len is ignored. Where nobody wants the states and
+    one row holds all tokens, None is returned for the states."""
+    if not scan.fits(x.shape[-1], B.shape[-1]):
+        return ops.ssd_scan.plain(x, dt, A, B, C, D, initial_state, block_len, chunk_len, want_states)
+    (b, s, h, p), row = x.shape, scan.scan_row(x.shape[1], block_len)
+    A, D, start = A.float(), D.float(), None if initial_state is None else initial_state.float()
+    if row == s and not want_states:
+        return scan.ssd_rows(x, dt, A, B, C, D, start), None
+    if row == s and not torch.is_grad_enabled():  # one row: the state in which the kernel ends is the final one
+        if start is None:
+            start = x.new_zeros(b, h, p, B.shape[-1], dtype=torch.float32)
+        y, final = scan.ssd_rows(x, dt, A, B, C, D, start, return_final=True)
+        return y, torch.stack([start, final], 1)
+    y, states = scan_over_rows(x, dt, A, B, C, D, start, row)
+    return y, states[:, ::block_len // row if block_len else s // row]

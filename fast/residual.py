@@ -1,12 +1,13 @@
 """
-Triton kernel: what a layer adds to the residual stream, and the norm that reads the stream next, in one
-pass: the fast twin of add_norm in ops.py. Inference only.
+Triton kernel: what a layer adds to the residual stream and the norm after it, in one pass. It replaces
+add_norm of fast/plain.py. Inference only.
 
-A product with few rows and a long sum comes in parts (see fold.py), and those of a Mamba layer, one of each
-way, still lack the RMS norm of their way: sums over what is read here anyway. At 256 tokens the time goes
-to waiting, most of all in sums over a token's channels, so sums that can be are made together.
+A product with few rows and a long sum comes in parts (see fast/inference.py). The two parts of a Mamba layer, one
+of each direction, still lack the RMS norm of their direction: a factor that is computed here as well. With 256
+tokens most of the time is spent waiting for sums over a token's channels, so two sums are made in one reduction
+wherever both are ready.
 
-Without a GPU, Triton's interpreter tests it:    python -m pytest tests/test_kernels.py -k residual
+Without a GPU, Triton's interpreter tests it:    python -m pytest tests/kernels/test_kernels.py -k residual
 """
 from typing import Optional, Tuple
 
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import operator
+from fast.triton_tools import operator
 from ops import EPS
 
 
@@ -68,7 +69,7 @@ def add_norm_kernel(h, parts, power, bias, weight, shift, out, normed, tokens, e
 @operator(lambda h, *_: (h.new_empty(h.shape), h.new_empty(h.shape)))
 def add_norm(h: Tensor, parts: Optional[Tensor], power: Optional[Tensor], bias: Optional[Tensor],
              weight: Tensor, shift: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
-    """As ops.add_norm, all tensors contiguous."""
+    """As plain.add_norm, for contiguous tensors."""
     P, heads = 0 if parts is None else len(parts), 1 if power is None else power.shape[-1]
     tensors = (h, parts, power, bias, weight, shift)
     assert all(u is None or u.is_contiguous() for u in tensors), "tensors must be contiguous"

@@ -1,18 +1,15 @@
 """
-Triton kernels of the scan (paper, eq. mamba-scan-background) and helpers that all kernels share.
+Triton kernels of the state-space scan (eq. mamba-scan-background), forward and backward.
 
-  ssd_rows   the scan over many short rows, with its backward (twin in ops.py: ssd_scan)
-  ssd_both   the scans of both directions, for generation (twin: ssd_scan_both)
-  ssd_pairs  a block to be committed and the active one after it (twin: ssd_scan_pairs)
+  ssd_rows         the scan over many short rows, with its backward: what noisy blocks need
+  ssd_scan_both    both directions over one block, for generation (plain twin in fast/plain.py)
+  ssd_scan_pairs   a block to be committed and the active block after it (plain twin there too)
 
-A module of its own, because nobody needs it to read or to run the model: Triton comes with torch's
-CUDA build, and without it ops.py never imports this file. What passes between rows is in
-kernels_states.py, the convolution in kernels_conv.py, a whole mixer in kernels_mixer.py, attention
-in kernels_two_stream.py (training) and kernels_attention.py (generation), what else generation has
-of its own in kernels_residual.py and kernels_draw.py.
+The scan of a long sequence consists of such rows; fast/states.py carries the states over them and replaces
+ops.ssd_scan. fast/mixer.py uses the same kernels inside a whole Mamba mixer.
 
-Without a GPU, Triton's interpreter tests it:    python -m pytest tests/test_kernels.py -k scan
-Time it on one:                                  python bench.py ops --only=['scan']
+Without a GPU, Triton's interpreter tests them:    python -m pytest tests/kernels/test_kernels.py -k scan
+Time them on one:                                  python bench.py ops --only=['scan']
 """
 from typing import Optional, Tuple
 
@@ -21,50 +18,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2E = tl.constexpr(1.4426950408889634)  # exp(u) = exp2(u log2 e); the GPU has exp2 in hardware
+import fast.plain as plain
+import ops
+from fast.triton_tools import LOG2E, differentiable, dot, like, operator, rowwise, statewise, strides
+
+SCAN_ROW = 512  # most positions of a row
 
 
-def operator(fake):
-    """Registers a function as a PyTorch operator, which torch.compile takes for one opaque node of
-    its graph; `fake` makes results of the same shapes."""
-    def register(function):
-        op = torch.library.custom_op("nanobdlm::" + function.__name__, function, mutates_args=())
-        op.register_fake(fake)
-        return op
-    return register
+def fits(p, n):
+    """Whether the kernels take head dimension p and state size n."""
+    return p in (16, 32, 64) and n in (16, 32, 64, 128, 256)
 
 
-def like(*tensors):
-    """Room for the gradient of each tensor; an empty one stands in for that of None."""
-    return tuple(tensors[0].new_empty(0) if u is None else u.new_empty(u.shape) for u in tensors)
-
-
-def differentiable(op, backward_op):
-    """The gradients of the tensors that op takes are backward_op(gradient of its first output,
-    *tensors); of other arguments there is at most a flag, the last."""
-    def save(ctx, inputs, output):
-        ctx.flags = (None,) * isinstance(inputs[-1], bool)
-        ctx.save_for_backward(*inputs[:len(inputs) - len(ctx.flags)])
-
-    def backward(ctx, dout, *_):
-        tensors = ctx.saved_tensors
-        grads = backward_op(dout, *tensors)
-        return *(None if u is None else g for u, g in zip(tensors, grads)), *ctx.flags
-    op.register_autograd(backward, setup_context=save)
-
-
-def rowwise(u):
-    """Kernels take any strides but the last."""
-    return u if u is None or u.stride(-1) == 1 else u.contiguous()
-
-
-def statewise(s0):
-    """Kernels take states of any strides but the last two."""
-    return s0 if s0 is None or s0.stride()[-2:] == (s0.shape[-1], 1) else s0.contiguous()
-
-
-def strides(u, dims):
-    return u.stride()[:dims] if u is not None else (0,) * dims
+def scan_row(s, block_len):
+    """
+    The length of a row for s tokens in blocks of block_len (None: one block of all tokens). It is the largest
+    divisor of the block that is at most SCAN_ROW, so that every block boundary is a row boundary; where that is
+    below 16, the row is the whole block.
+    """
+    whole = block_len or s
+    assert s % whole == 0, f"{s} positions are not whole blocks of {block_len}"
+    row = ops.largest_divisor(whole, SCAN_ROW)
+    return row if row >= 16 else whole
 
 
 # ----------------------------------------------------------------------------------------------
@@ -109,11 +84,6 @@ def settings(kernel, x):
     if torch.cuda.get_device_capability(x.device)[0] < 9:  # without maxnreg ptxas spills everything
         return how | dict(q=32, num_stages=1 if kernel == "after" else 2, maxnreg=255)
     return how
-
-
-@triton.jit
-def dot(a, b, acc=None):
-    return tl.dot(a, b, acc, input_precision="ieee")  # fp32 operands are not cut to tf32
 
 
 @triton.jit
@@ -498,8 +468,8 @@ def walk(x, steps, B, s0=None, states=None, final=None, q=None, adjoint=False):
 
 
 def tiles(x, dt, bias, A, B, C, D, s0, y, z=None, power=None, final=None, rest=False):
-    """Shapes as in `ssd_both`, for any number of ways; rest: the second is not
-    computed, its y and power are zeros."""
+    """Shapes as in `plain.ssd_scan_both`, for any number of ways. With `rest` the second way is not computed: its y
+    and power are zeros."""
     (r, l, ways, h, p), how = x.shape, settings("tiles", x)
     tiles_kernel[(r * ways * h, triton.cdiv(l, how["q"]) + (final is not None))](
         x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h, *strides(x, 4), *strides(dt, 4),
@@ -607,17 +577,18 @@ def ssd_rows(x, dt, A, B, C, D, s0=None, return_final=False):
     return (y, final.detach()) if return_final else y
 
 
-def ssd_both(x, dt, bias, A, B, C, D, s0, z):
-    """Two scans over the same tokens, each with parameters and inputs of its own: way 0 from s0
-    forward, way 1 from the last token back to the first, from zeros. x and z (r, l, 2, h, p); dt (r,
-    l, 2, h) before bias and softplus; bias, A and D (2, h) fp32; B and C (r, l, 2, n); s0 (r, h, p,
-    n) fp32. -> y silu(z) like x, and its mean square over p (r, l, 2, h) fp32. Work grows as l
-    squared; no gradients."""
-    return ssd_both_forward(rowwise(x), dt, bias, A, rowwise(B), rowwise(C), D, statewise(s0),
+def ssd_scan_both(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
+    """As plain.ssd_scan_both, in one kernel; chunk_len is ignored. Its work grows as the square of the number of
+    tokens. No gradients."""
+    if not fits(x.shape[-1], B.shape[-1]):
+        return plain.ssd_scan_both.plain(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len)
+    return ssd_both_forward(rowwise(x), dt, dt_bias, A, rowwise(B), rowwise(C), D, statewise(initial_state),
                             rowwise(z))
 
 
-def ssd_pairs(x, dt, bias, A, B, C, D, s0, z):
-    """`ssd_both` where the first half of the rows runs way 0 alone, from s0 (r / 2, h, p, n), and the
-    others start where it ends. -> its results, zeros for the way at rest, and those ends like s0."""
-    return ssd_pairs_forward(rowwise(x), dt, bias, A, rowwise(B), rowwise(C), D, statewise(s0), rowwise(z))
+def ssd_scan_pairs(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
+    """As plain.ssd_scan_pairs, in two kernels; chunk_len is ignored. No gradients."""
+    if not fits(x.shape[-1], B.shape[-1]):
+        return plain.ssd_scan_pairs.plain(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len)
+    return ssd_pairs_forward(rowwise(x), dt, dt_bias, A, rowwise(B), rowwise(C), D, statewise(initial_state),
+                             rowwise(z))

@@ -1,20 +1,19 @@
 """
 Draws assets/two_streams.png: who sees whom in training, by the model's own mask function, and which
-Mamba state starts where. Run from the repository: python assets/two_streams.py
-"""
-import os
-import sys
+Mamba state starts where.
 
+    python -m tools.two_streams
+    python -m tools.two_streams --out=mine.png
+"""
 import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 
-sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
-import ops  # noqa: E402
-from configurator import configure, script  # noqa: E402
+import ops
+from configurator import configure, script
 
-out = os.path.join(os.path.dirname(__file__), "two_streams.png")  # the picture
+out = "assets/two_streams.png"          # the picture
 
 CLEAN, NOISY, GREY = "#4477aa", "#ee7733", "#999999"
 K, L = 4, 4                             # blocks of a sequence, tokens of a block

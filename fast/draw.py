@@ -1,31 +1,28 @@
 """
-Triton kernels for what follows the logits of a decoding step, twins of the functions of ops.py.
+Triton kernels for what follows the logits of a decoding step.
 
-  uniform         random numbers of a seed and counters: one kernel, where Philox's ten rounds in PyTorch
-                  are more than a hundred.
-  gumbel_argmax   the largest of logits plus Gumbel noise, which is made where it is used: nothing is read
-                  but logits, once. The noise is fp32, but as exact where it is large as anywhere.
-  unmask          writes drawn tokens where masks are, and looks up where the next will be.
-  go_on           tells a loop on the device (block_graph.py) whether masks are left.
+  uniform         replaces ops.uniform: one kernel, where Philox's ten rounds in PyTorch are more than a hundred
+  gumbel_argmax   replaces ops.gumbel_argmax. The noise is made where it is used, so that only the logits are read,
+                  and only once. It is fp32, but as exact where it is large as anywhere else.
+  unmask          replaces decoders.unmask: writes drawn tokens where masks are, and looks up the next positions
 
-Without a GPU, Triton's interpreter tests them:    python -m pytest tests/test_kernels.py -k "draw or unmask"
+Without a GPU, Triton's interpreter tests them:    python -m pytest tests/kernels/test_kernels.py -k "draw or unmask"
 """
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language import core
 
-from kernels import operator, rowwise
+from fast.triton_tools import operator, rowwise
 
 SHARE, TILE = 512, 256  # pairs of logits of one program, and of one turn of its loop
 
 
 @triton.jit
-def uniform_kernel(out, purpose, seed, step, begin, n, N: tl.constexpr):
+def uniform_kernel(out, stream, seed, step, begin, n, N: tl.constexpr):
     """N of the n variates of one row."""
     row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * N + tl.arange(0, N)
-    high, low, _, _ = tl.philox(tl.load(seed + row), tl.zeros_like(k) + purpose, k,
+    high, low, _, _ = tl.philox(tl.load(seed + row), tl.zeros_like(k) + stream, k,
                                 tl.load(step + row).to(tl.int32), tl.load(begin + row).to(tl.int32))
     bits = (high.to(tl.uint64) << 20) | (low >> 12).to(tl.uint64)
     tl.store(out + row * n + k, (bits.to(tl.int64).to(tl.float64) + 0.5) * 2.0 ** -52, mask=k < n)
@@ -91,31 +88,11 @@ def unmask_kernel(xt, at, drawn, order, step, mask, l, n, p, P: tl.constexpr):
     tl.store(step + row, now)
 
 
-def uniform(n, purpose, seed, step, begin):
+def uniform(n, stream, seed, step, begin):
     """As ops.uniform."""
     out, N = torch.empty(len(seed), n, dtype=torch.float64, device=seed.device), 256
-    uniform_kernel[len(seed), triton.cdiv(n, N)](out, purpose, seed, step, begin, n, N=N)
+    uniform_kernel[len(seed), triton.cdiv(n, N)](out, stream, seed, step, begin, n, N=N)
     return out
-
-
-@core.extern
-def set_conditional(handle, value, _semantic=None):
-    """cudaGraphSetConditional, which ptxas knows. It returns nothing, which cannot be said here."""
-    types = core.dtype("int64"), core.dtype("int32")
-    return core.extern_elementwise("", "", [handle, value], {types: ("cudaGraphSetConditional", types[1])},
-                                   is_pure=False, _semantic=_semantic)
-
-
-@triton.jit
-def go_on_kernel(handle, xt, mask, n, N: tl.constexpr):
-    """The condition of the loop of that handle: how many of n tokens are masked."""
-    found = tl.zeros((N,), tl.int32)
-    for i in range(0, n, N):
-        k = i + tl.arange(0, N)
-        found += (tl.load(xt + k, mask=k < n, other=-1) == mask).to(tl.int32)
-    left, loop = tl.sum(found), tl.load(handle)
-    if loop != 0:
-        set_conditional(loop, left)
 
 
 @operator(lambda logits, at, *_: torch.empty_like(at))
@@ -134,15 +111,9 @@ def gumbel_argmax(logits: Tensor, at: Tensor, seed: Tensor, step: Tensor, begin:
 
 
 def unmask(xt, at, drawn, mask_id, order, step):
-    """As ops.unmask: xt (b, l), at and drawn (b, p), order (b, n), step (b,), all int64; writes into xt, at and
-    step"""
+    """As decoders.unmask: xt (b, l), at and drawn (b, p), order (b, n), step (b,), all int64 and contiguous. Writes
+    into xt, at and step."""
     tensors, p = (xt, at, drawn, order, step), at.shape[1]
     assert all(u.is_contiguous() for u in tensors) and drawn.shape == at.shape
     unmask_kernel[len(xt),](
         *tensors, mask_id, xt.shape[1], order.shape[1], p, P=triton.next_power_of_2(p))
-
-
-def go_on(handle, xt, mask_id):
-    """handle: an int64 of the device, see BlockGraph; xt (b, l) int64"""
-    assert xt.is_contiguous()
-    go_on_kernel[1,](handle, xt, mask_id, xt.numel(), N=1024, num_warps=1)

@@ -1,7 +1,8 @@
-"""Makes text into folders that data.py reads, and six zero-shot question sets into one small form.
+"""
+Makes text into folders that data.py reads, and six zero-shot question sets into one small form.
 
-It is a module of its own because training never needs it: it runs once, beforehand, by way of
-`python data.py`, and alone asks for zstandard, tqdm, huggingface_hub and pyarrow.
+Training never needs this module: it runs once, beforehand. `python data.py` hands its command line over to `main`
+here, and `python -m tools.prepare` takes the same one. Nothing else asks for zstandard, huggingface_hub and pyarrow.
 
     python data.py jsonl *.jsonl.zst --val valid.jsonl --tokenizer gpt2 --out data/mine
     python data.py dclm --tokens 5e9
@@ -23,6 +24,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tqdm import tqdm
 
 from configurator import script
 from data import (HUB, NO_ROOM, SHARD_TOKENS, SPLITS, TASKS, VERSION, DataError, SplitWriter,
@@ -201,7 +204,7 @@ class Preparation:
 
     def run(self, workers=None):
         """Prepares what is not there yet and returns meta.json's content. Raises DataError."""
-        tqdm, workers = need("tqdm").tqdm, workers or os.cpu_count()
+        workers = workers or os.cpu_count()
         with writing(self.out):
             if self.finished():
                 self.clean()
@@ -597,5 +600,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    again = shlex.join(["python", "data.py", *(sys.argv[1:] or ["--help"])])
-    sys.exit(f"prepare.py is no command of its own: run {again}")
+    main(sys.argv[1:])

@@ -5,19 +5,19 @@ comparisons; bench.py times them and works out their limits.
 
     python bench.py ops                         all of them
     python bench.py ops --only=['scan']         one
+    python -m tools.operations                  their names
 """
+import contextlib
 import copy
 import functools
-import os
-import unittest.mock
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ops
-from model import BlockDiffusionLM, config_from_file
-from train import ShardedAdamW
+from model import BlockDiffusionLM, ModelConfig, config_from_file
+from parallel import ShardedAdamW
 
 
 def compared(op, ours, others, flops, nbytes, count=1, graph=True):
@@ -25,12 +25,6 @@ def compared(op, ours, others, flops, nbytes, count=1, graph=True):
     call, or the reason why it is absent. A call does `count` operations of `flops` and `nbytes`
     each; graph: whether it can be a CUDA graph, which leaves the host's time out."""
     return dict(op=op, ours=ours, others=others, flops=flops, nbytes=nbytes, count=count, graph=graph)
-
-
-def update(optimizer):
-    """Everything between the gradients and the next parameters."""
-    norm = optimizer.reduce()
-    optimizer.step(1e-4, (1.0 / (norm + 1e-6)).clamp(max=1.0))
 
 
 # ----------------------------------------------------------------------------------------------
@@ -87,7 +81,7 @@ def scan_rows(kind, big, compiled):
     b, s, h, p, n, l = (8, 8192, 26, 64, 128, 256) if big else (1, 256, 2, 16, 16, 64)
     scan = torch.compile(ops.ssd_scan, dynamic=False) if compiled else ops.ssd_scan
     def plain(*inputs):
-        with unittest.mock.patch.dict(ops.KERNELS, scan="torch"):
+        with ops.plain():
             return scan(*inputs)
     mamba_ssm = library(load)
     for form, rows, m in (("clean stream", b, s - l), ("noisy rows", b * s // l, l)):
@@ -102,32 +96,42 @@ def scan_rows(kind, big, compiled):
             "torch.compile of plain" if big else "plain torch": (plain, inputs)}, flops)
 
 
+@contextlib.contextmanager
+def as_written(name):
+    """Inside, the operation of this name is the one as written; those that it calls stay fast."""
+    fast = ops.FAST.pop(name, None)
+    try:
+        yield
+    finally:
+        if fast is not None:
+            ops.FAST[name] = fast
+
+
 def mixer_rows(kind, big, compiled):
-    """A Mamba mixer over noisy blocks, from its projection to its output: one operator with one
-    backward beside the same lines, with the kernels of scan and convolution, under torch.compile."""
-    rows, l, h, p, n, d = (256, 256, 26, 64, 128, 832) if big else (2, 64, 2, 16, 16, 32)
-    di, c = h * p, h * p + 2 * n
-    def full(value, *shape):
-        return torch.full(shape, value, device=kind["device"])
-    inputs = (torch.randn(rows, l, di + c + h, **kind), torch.randn(c, 4, device=kind["device"]) / 2,
-              full(0.0, c), full(-3.0, h), full(-1.5, h), full(1.0, h), full(1.0, di),
-              torch.randn(d, di, **kind) / 40, torch.randn(rows, 3, c, **kind),
-              torch.randn(rows, h, p, n, device=kind["device"]))
+    """A whole Mamba mixer over noisy blocks, both its projections included: one operator with one backward beside the
+    same lines, with the fast scan and convolution, under torch.compile."""
+    rows, l, d, n, p, heads = (256, 256, 832, 128, 64, 16) if big else (2, 64, 32, 16, 16, 2)
+    config = ModelConfig(vocab_size=64, seq_len=l, block_len=l, attn_every=2, n_layer=2, n_head=heads, d_model=d,
+                         d_state=n, mamba_head_dim=p)
+    di, h, c = config.d_inner, config.d_inner // p, config.d_inner + 2 * n
+    mixer = BlockDiffusionLM(config).to(kind["device"]).layers[1].mixer.fwd     # with initialised weights
+    u, conv = torch.randn(rows, l, d, **kind), torch.randn(rows, config.conv_width - 1, c, **kind)
+    ssm, d_y = torch.randn(rows, h, p, n, device=kind["device"]), torch.randn(rows, l, d, **kind)
+    for x in (u, conv, ssm):
+        x.requires_grad_()
+    inputs = (u, conv, ssm, *mixer.parameters())
 
-    def by(choice):
-        def f(*inputs):
-            return ops.mamba_mixer(*inputs, want_states=False)[0]
-        f = torch.compile(f, dynamic=False) if compiled else f
-
-        def run(*inputs):
-            with unittest.mock.patch.dict(ops.KERNELS, mixer=choice):
-                return f(*inputs)
-        return with_backward(run, inputs)
-    ours = "fused" if big else "torch"
-    flops = 3 * rows * l * (2 * 64 * n + 2 * 64 * di + 4 * n * di + 2 * di * d)
-    nbytes = 3 * sum(v.nbytes for v in inputs) + 2 * rows * l * d * inputs[0].element_size()
-    yield compared("Mamba mixer, forward + backward", by(ours),
-                 {"the same lines": by("torch")}, flops, nbytes)
+    def by(context):
+        f = torch.compile(mixer.forward, dynamic=False) if compiled else mixer.forward
+        def step():
+            with context(), torch.autocast(kind["device"].type, torch.bfloat16, enabled=big):
+                y, _, _ = f(u, conv, ssm, want_states=False)
+                torch.autograd.grad(y, inputs, d_y)
+        return step
+    flops = 3 * rows * l * (2 * d * (2 * di + 2 * n + h) + 2 * 64 * n + 2 * 64 * di + 4 * n * di + 2 * di * d)
+    nbytes = 3 * sum(v.nbytes for v in inputs) + 2 * d_y.nbytes
+    yield compared("Mamba mixer, forward + backward", by(contextlib.nullcontext),
+                   {"the same lines": by(lambda: as_written("Mamba2.forward"))}, flops, nbytes)
 
 
 def sdpa(big, **options):
@@ -192,8 +196,7 @@ def cross_entropy_rows(kind, big, compiled):
 def adamw_rows(kind, big, compiled):
     """One step in fp32, gradient norm and clipping included: gradients are read twice, parameters
     and both moments are read and written."""
-    path = os.path.join(os.path.dirname(__file__), "config", "mamba_h_350m.py" if big else "laptop.py")
-    model = BlockDiffusionLM(config_from_file(path)).to(kind["device"])
+    model = BlockDiffusionLM(config_from_file("mamba_h_350m" if big else "laptop")).to(kind["device"])
     other = copy.deepcopy(model)
     ours = ShardedAdamW(model, 1e-4, (0.9, 0.95), 0.1)
     theirs = torch.optim.AdamW(other.param_groups(0.1), lr=1e-4, betas=(0.9, 0.95), fused=True)
@@ -203,9 +206,15 @@ def adamw_rows(kind, big, compiled):
         torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
         theirs.step()
     others, nbytes = {"torch AdamW(fused=True)": step}, 8 * 4 * model.n_params
-    yield compared("AdamW step", lambda: update(ours), others, 0, nbytes, graph=False)
+    yield compared("AdamW step", lambda: ours.clip_and_step(1e-4), others, 0, nbytes, graph=False)
 
 
 OPERATIONS = dict(scan=scan_rows, mixer=mixer_rows, two_stream=two_stream_rows,
                   cross_entropy=cross_entropy_rows, block_attention=block_attention_rows,
                   adamw=adamw_rows)
+
+
+if __name__ == "__main__":
+    for _name, _rows in OPERATIONS.items():
+        print(f"{_name:<16}{' '.join((_rows.__doc__ or '').split())}")
+    print("\ntheir times: python bench.py ops")

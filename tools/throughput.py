@@ -1,17 +1,17 @@
 """
-Draws the throughput figures from what bench.py wrote: `python bench.py plot FILE...` calls `plot`.
+Draws the throughput figures from what bench.py wrote: `python bench.py plot` hands over to `plot`.
 Here and not in bench.py, so that measuring can be read without drawing.
+
+    python bench.py plot FILE...
+    python -m tools.throughput FILE...          the same, into assets/
 """
 import contextlib
 import json
 import os
 import sys
 
-if __name__ == "__main__":
-    sys.exit("throughput.py: bench.py draws these figures: python bench.py plot FILE...")
-
-from bench import LADDER, MODELS, PAPER_SAMPLE, PAPER_TRAIN  # noqa: E402
-from configurator import ConfigError  # noqa: E402
+from configurator import ConfigError, script
+from paper import LADDER, MODELS, SAMPLE, TRAIN
 
 
 def plot(files, figures):
@@ -44,9 +44,9 @@ def plot(files, figures):
                 for kind in MODELS}
         note = f"Lines: ours, {about}. Hollow: the paper, A100-80GB. Random weights, batch 1, bf16."
         draw_curves(figures, "throughput.png", "Generation, 700M parameters, 16 tokens a step", "tokens/s",
-                    note, "", ours, PAPER_SAMPLE)
+                    note, "", ours, SAMPLE)
         draw_curves(figures, "speedup.png", "Speed of BDLM Mamba-H over two others, 700M parameters",
-                    "ratio of tokens/s", note, "over ", ratios(ours), ratios(PAPER_SAMPLE))
+                    "ratio of tokens/s", note, "over ", ratios(ours), ratios(SAMPLE))
     if train:
         draw_training(figures, {place: r["tok_per_s"] / r["gpus"] / 1000 for place, r in train.items()},
                       f"Filled: ours, {about}. Hollow: the paper, 8 x A100-80GB. bf16.")
@@ -104,7 +104,7 @@ def draw_curves(figures, name, title, ylabel, note, prefix, ours, paper):
 def draw_training(figures, ours, note):
     """Bars of thousand tokens/s per GPU, {(kind, GPUs): value}."""
     counts = [*sorted({gpus for _, gpus in ours}), 0]   # 0: the paper
-    speeds = ours | {(kind, 0): speed / 8000 for kind, speed in PAPER_TRAIN.items()}
+    speeds = ours | {(kind, 0): speed / 8000 for kind, speed in TRAIN.items()}
     order, width = list(MODELS), 0.8 / len(counts)
     with figure(figures, "training.png", "Training, 350M parameters, 8192 tokens a sequence",
                 "thousand tokens/s per GPU", note) as ax:
@@ -117,3 +117,8 @@ def draw_training(figures, ours, note):
         names = [name.replace("full-sequence ", "full-sequence\n") for name, _ in MODELS.values()]
         ax.set_xticks(range(len(names)), names)
         ax.margins(y=0.15)
+
+
+if __name__ == "__main__":
+    with script("throughput.py"):
+        plot(sys.argv[1:], "assets")

@@ -2,10 +2,10 @@
 Trains many runs on the GPUs of one machine and puts them side by side: the paper's grid of four models
 and five learning rates (tab:validation-87m-full), or the four models and ablations on a small text.
 
-    python sweep.py config/sweep/87m.py             # the paper's grid: 100B tokens
-    python sweep.py config/sweep/novels.py          # minutes; needs data/novels
-    python sweep.py --draw=FILE.json,FILE2.json     # only tables and picture of sweeps before: the first,
-                                                    # and beside it how far repetitions part
+    python -m tools.sweep config/sweep/87m.py           # the paper's grid: 100B tokens
+    python -m tools.sweep config/sweep/novels.py        # minutes; needs data/novels
+    python -m tools.sweep --draw=FILE.json,FILE2.json   # only tables and picture of sweeps before: the first,
+                                                        # and beside it how far repetitions part
 
 Each run is `train.py` in a process of its own and right after it `eval.py`. Start the same command again after
 an interrupt or a failure: what is done is not done again, and what was begun goes on from its checkpoint.
@@ -27,10 +27,11 @@ from tqdm import tqdm
 import configurator
 import eval as evaluation
 import train
-from bench import MODELS, hardware
 from configurator import ConfigError, check, check_file, configure, settings_of
 from data import DataError, TokenData, prepare_stdlib
 from eval import print_table
+from paper import MODELS
+from parallel import ROOT, hardware, pick_device
 
 # ---------------------------------------------------------------------------------------------
 # Settings
@@ -134,12 +135,12 @@ class Run:
     def command(self, script):
         """The command that trains this run, from its checkpoint if there is one, or evaluates it."""
         if script == "eval":
-            return [sys.executable, here("eval.py"), f"--checkpoint={self.path('ckpt.pt')}",
+            return [sys.executable, str(ROOT / "eval.py"), f"--checkpoint={self.path('ckpt.pt')}",
                     f"--data={self.settings['data']}", f"--device={self.settings['device']}",
                     f"--out={self.path('eval.json')}", *(f"--{w}" for w in split(eval_settings))]
         torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={gpus_per_run}", "--standalone"]
         resume = ["--resume"] if os.path.exists(self.path("ckpt.pt")) else []
-        return [sys.executable, *(torchrun if gpus_per_run > 1 else []), here("train.py"), *self.words,
+        return [sys.executable, *(torchrun if gpus_per_run > 1 else []), str(ROOT / "train.py"), *self.words,
                 f"--out_dir={self.folder}", *resume]
 
     def why(self, script, status):
@@ -156,10 +157,6 @@ def split(text):
         return shlex.split(text)
     except ValueError as error:
         raise ConfigError(f"{text!r} cannot be split into words: {error}") from None
-
-
-def here(name):
-    return os.path.join(os.path.dirname(os.path.abspath(__file__)), name)
 
 
 def read_json(path):
@@ -424,7 +421,7 @@ def train_and_evaluate():
     for run in picking:
         rates[run.base][f"{run.settings['learning_rate']:g}"] = run.points[-1]["val"] if run.trained else None
     record = dict(runs=[summarise(run) for run in chosen], rates=rates, gpus=torch.cuda.device_count(),
-                  hardware=hardware(torch.device(train.pick_device("auto"))))
+                  hardware=hardware(torch.device(pick_device("auto"))))
     return record, [run.error for run in picking if run.error]
 
 

@@ -1,16 +1,16 @@
 """
-Training throughput with three ways to shard AdamW, the measurement behind train.ShardedAdamW:
+Training throughput with three ways to shard AdamW, the measurement behind parallel.ShardedAdamW:
 
-    torchrun --nproc_per_node=2 assets/sharding.py --out=assets/sharding.json
+    torchrun --nproc_per_node=2 -m tools.sharding --out=assets/sharding.json
 
-ours: train.ShardedAdamW. zero: DistributedDataParallel and ZeroRedundancyOptimizer. fsdp: fully_shard
-with reshard_after_forward=False. The same model, batch, compiled layers and bf16 autocast each time; the
+ours: parallel.ShardedAdamW. zero: DistributedDataParallel and ZeroRedundancyOptimizer (stage 1, and its state cannot
+move to another number of ranks). fsdp: fully_shard with reshard_after_forward=False (it hooks every module and saves
+through a checkpoint library of its own). The same model, batch, compiled layers and bf16 autocast each time; the
 loss after three steps says that they compute the same. Without GPUs: gloo, and config/laptop.py in fp32.
 """
 import gc
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -18,12 +18,10 @@ import time
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
-import ops  # noqa: E402
-from bench import hardware, named_config, release, synchronize, write_out  # noqa: E402
-from configurator import ConfigError, check, check_file, configure, script  # noqa: E402
-from model import BlockDiffusionLM, ModelError  # noqa: E402
-from train import Parallel, ShardedAdamW  # noqa: E402
+from bench import release, synchronize
+from configurator import ConfigError, check, check_file, configure, script, write_file
+from model import BlockDiffusionLM, ModelError, config_from_file
+from parallel import Parallel, ShardedAdamW, compile_layers, hardware, select_kernels
 
 config = ""                             # a file of config/; empty: mamba_h_350m, on a CPU laptop
 micro_batch_size = 8                    # sequences on a device
@@ -40,8 +38,7 @@ def ours(model, parallel):
     optimizer = ShardedAdamW(model, LR, BETAS, DECAY, parallel.rank, parallel.world)
 
     def update():
-        norm = optimizer.reduce()
-        optimizer.step(LR, (1 / (norm + 1e-6)).clamp(max=1.0))
+        optimizer.clip_and_step(LR)
         optimizer.zero_grad()
     return model, update
 
@@ -86,7 +83,7 @@ def measure(name, build, c, parallel):
     torch.manual_seed(0)
     model = BlockDiffusionLM(c).to(dev)
     if on_gpu:
-        model.compile_layers()
+        compile_layers(model)
     generator = torch.Generator(dev).manual_seed(1 + parallel.rank)
     x0 = torch.randint(0, c.mask_id, (micro_batch_size, c.seq_len), device=dev, generator=generator)
     wrapped, update = build(model, parallel)
@@ -117,11 +114,11 @@ def main():
     check_file("out", out)
     parallel = Parallel(device, 300)
     if parallel.world == 1:
-        raise ConfigError("one process shards nothing: torchrun --nproc_per_node=2 assets/sharding.py")
+        raise ConfigError("one process shards nothing: torchrun --nproc_per_node=2 -m tools.sharding")
     on_gpu, rows = parallel.device.type == "cuda", []
-    kernels = ops.select_kernels("auto", parallel.device)
+    kernels = select_kernels("auto", parallel.device)
     name = config or ("mamba_h_350m" if on_gpu else "laptop")
-    c = named_config(name)
+    c = config_from_file(name)
     say = print if parallel.rank == 0 else (lambda *_, **__: None)
     say(f"{name}, {parallel.world} x {micro_batch_size} sequences | {kernels}", flush=True)
     for kind, build in ((k, kinds[k]) for k in only or kinds):
@@ -137,13 +134,13 @@ def main():
         say(f"loss after three steps: {after}, {'the same' if same else 'NOT the same'} up to rounding")
     record = dict(config=name, same_loss=same, rows=rows, hardware=hardware(parallel.device))
     if parallel.rank == 0:
-        write_out(out, json.dumps(record, indent=1))
+        write_file(out, json.dumps(record, indent=1))
     parallel.close()
     if not same or len(after) < len(rows):
         sys.exit(1)
 
 
 if __name__ == "__main__":
-    with script("sharding.py", ModelError, ops.KernelError):
+    with script("sharding.py", ModelError):
         configure(globals())
         main()

@@ -1,28 +1,29 @@
 """
-A Mamba-2 mixer between its input projection and its output as one operator with one backward: the
-fast twin of mamba_mixer in ops.py for training.
+A Mamba-2 mixer between its input projection and its output as one operator with one backward. It replaces
+model.Mamba2.forward in training. The gated norm's kernel alone replaces ops.gated_norm in generation.
 
-Left to autograd, the same lines keep the convolved x, B and C and the gated and normed y of every
-mixer, and join the gradients of z, x, B, C and dt by copies. Here the backward makes the first two
-again from the projection and from y (a convolution and a norm, both cheap), and every gradient is
-written where it belongs in one buffer: less memory and fewer passes over it.
+Autograd would keep the convolved x, B and C and the gated and normed y of every mixer, and join the
+gradients of z, x, B, C and dt by copies. The backward here computes the first two again from the
+projection and from y (a convolution and a norm, both cheap), and it writes every gradient to its place
+in one buffer. That takes less memory and fewer passes over it.
 
-Without a GPU, Triton's interpreter tests it:    python -m pytest tests/test_kernels.py -k mixer
+Without a GPU, Triton's interpreter tests it:    python -m pytest tests/kernels/test_kernels.py -k mixer
 Time whole models of it on one:                  python bench.py train --only=['mamba_h_350m']
 """
 from typing import Optional, Tuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-import kernels
-import kernels_conv
-import kernels_states
+import fast.scan as scan
 import ops
-from kernels import operator
-from kernels_states import in_rows, row_states
+from fast.conv import causal_conv_forward, conv_backward_into
+from fast.states import in_rows, row_states, scan_backward
+from fast.triton_tools import like, operator, rowwise, statewise
+from model import Mamba2
 from ops import EPS
 
 TOKENS = 32  # that a program of the norm's backward walks over, summing the gradient of the weight
@@ -76,7 +77,7 @@ def gated_norm_backward_kernel(dout, y, z, weight, out, dy, dz, dweight, tokens,
 
 
 @operator(lambda y, z, weight: torch.empty_like(y))
-def gated_norm(y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+def gated_norm_forward(y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
     """y (b, s, d) contiguous, z (b, s, d) columns of a contiguous tensor, weight (d) -> (b, s, d). No
     gradients."""
     assert z.stride(-1) == 1 and (len(z) == 1 or z.stride(0) == z.shape[1] * z.stride(1)), (
@@ -85,6 +86,13 @@ def gated_norm(y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
     gated_norm_kernel[y.numel() // d,](
         y, z, weight, out, z.stride(1), EPS, d=d, P=triton.next_power_of_2(d), num_warps=4)
     return out
+
+
+def gated_norm(y, z, weight):
+    """As ops.gated_norm, which runs where gradients are wanted. z must be columns of a contiguous tensor."""
+    if torch.is_grad_enabled():
+        return ops.gated_norm.plain(y, z, weight)
+    return gated_norm_forward(y.contiguous(), z, weight)
 
 
 def gated_norm_backward(dout, y, z, weight, dz):
@@ -101,7 +109,7 @@ def gated_norm_backward(dout, y, z, weight, dz):
 
 # ----------------------------------------------------------------------------------------------
 # The operator. A sequence of s tokens is s / row rows: the scan runs over all rows at once, each
-# from the state that the rows before it leave (see _ssd_scan_triton in ops.py).
+# from the state that the rows before it leave (see fast/states.py).
 
 def sizes(proj, conv_weight, A, norm_weight, row):
     """-> the widths of z, xBC and dt; heads; state size; whether a sequence is several rows"""
@@ -150,15 +158,15 @@ def mixer_forward(
     widths, h, n, several = sizes(proj, conv_weight, A, norm_weight, row)
     z, xBC, dt = parts(proj, widths)
     convs = boundary_columns(xBC, conv_weight, conv, block_len)
-    x, B, C = split_xBC(kernels_conv.causal_conv_forward(xBC, conv_weight, conv_bias, conv), h, n)
-    steps = kernels.StepSizes(*in_rows(row, dt), A, dt_bias)
+    x, B, C = split_xBC(causal_conv_forward(xBC, conv_weight, conv_bias, conv), h, n)
+    steps = scan.StepSizes(*in_rows(row, dt), A, dt_bias)
     states, start = proj.new_empty(0, dtype=torch.float32), ssm
     if several or block_len:
         states = row_states(x, steps, B, ssm, row)
         start = states[:, :-1]
-    y, _ = kernels.rows_forward(*in_rows(row, x), steps, *in_rows(row, B, C), D, start)
+    y, _ = scan.rows_forward(*in_rows(row, x), steps, *in_rows(row, B, C), D, start)
     y = y.view(z.shape)
-    return gated_norm(y, z, norm_weight) @ out_weight.T, y, states, convs
+    return gated_norm_forward(y, z, norm_weight) @ out_weight.T, y, states, convs
 
 
 def mixer_scan_backward(dxBC, ddt, dy, xBC, h, n, steps, D, states, dstates, ssm, row):
@@ -168,13 +176,13 @@ def mixer_scan_backward(dxBC, ddt, dy, xBC, h, n, steps, D, states, dstates, ssm
     dx, dB, dC = split_xBC(dxBC, h, n)
     dy = dy.unflatten(-1, (h, -1))
     if states.numel():
-        return kernels_states.scan_backward(
+        return scan_backward(
             dx, ddt, dB, dC, dy, dstates, x, steps, B, C, D, states, row)
     dssm = None if ssm is None else ssm.new_empty(ssm.shape)
-    return dssm, *kernels.rows_backward(dx, ddt, dB, dC, dssm, dy, x, steps, B, C, D, ssm)
+    return dssm, *scan.rows_backward(dx, ddt, dB, dC, dssm, dy, x, steps, B, C, D, ssm)
 
 
-@operator(lambda dout, dstates, dconvs, y, states, *inputs: kernels.like(*inputs[:10]))
+@operator(lambda dout, dstates, dconvs, y, states, *inputs: like(*inputs[:10]))
 def mixer_backward(
         dout: Tensor, dstates: Optional[Tensor], dconvs: Optional[Tensor], y: Tensor,
         states: Tensor, proj: Tensor, conv_weight: Tensor, conv_bias: Tensor, dt_bias: Tensor,
@@ -194,15 +202,15 @@ def mixer_backward(
     del gated
 
     # The scan. The gradients of x, B and C lie side by side, as the convolution takes them.
-    convolved = kernels_conv.causal_conv_forward(xBC, conv_weight, conv_bias, conv)
+    convolved = causal_conv_forward(xBC, conv_weight, conv_bias, conv)
     dconvolved = torch.empty_like(convolved)
-    steps = kernels.StepSizes(*in_rows(row, dt), A, dt_bias)
+    steps = scan.StepSizes(*in_rows(row, dt), A, dt_bias)
     dssm, dA, dD, ddt_bias = mixer_scan_backward(
         dconvolved, ddt, dy, convolved, h, n, steps, D, states, dstates, ssm, row)
     dssm = proj.new_empty(0) if ssm is None else dssm.contiguous()
 
     # The convolution.
-    dw, db, dconv = kernels_conv.conv_backward_into(
+    dw, db, dconv = conv_backward_into(
         dxBC, dconvolved, xBC, conv_weight, conv_bias, conv)
     if dconvs is not None:
         w1 = dconvs.shape[2]
@@ -228,17 +236,17 @@ def backward(ctx, dout, _, dstates, dconvs):
 mixer_forward.register_autograd(backward, setup_context=save)
 
 
-def mamba_mixer(proj, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_weight, conv, ssm,
-                row, block_len=0):
-    """
-    ops.mamba_mixer, with gradients for everything; the scan goes over rows of `row` >= w - 1
-    positions, which divides the block. -> the output (b, s, d), and with block_len the convolution
-    states (b, k + 1, w - 1, c) and the scan states (b, k + 1, h, p, n) before every block and at
-    the end; else None.
-    """
-    conv = None if conv is None else kernels.rowwise(conv.to(proj.dtype))
-    out, _, states, convs = mixer_forward(
-        proj.contiguous(), conv_weight.contiguous(), conv_bias, dt_bias.float(), A.float(),
-        D.float(), norm_weight, out_weight.to(proj.dtype), conv, kernels.statewise(ssm), row,
-        block_len)
-    return (out, convs, states[:, ::block_len // row]) if block_len else (out, None, None)
+def mamba2_forward(mixer, u, conv=None, ssm=None, block_len=None, want_states=True):
+    """As model.Mamba2.forward, which runs where no gradients are wanted and where the kernels do not fit."""
+    p, s, width = mixer.d_inner // mixer.heads, u.shape[1], mixer.conv_weight.shape[1]
+    row = scan.scan_row(s, block_len)
+    if not (torch.is_grad_enabled() and scan.fits(p, mixer.d_state) and row >= width):
+        return Mamba2.forward.plain(mixer, u, conv, ssm, block_len, want_states)
+    proj = F.linear(u, mixer.projection())
+    conv = None if conv is None else rowwise(conv.to(proj.dtype))
+    every = (block_len or s) if want_states else 0  # positions between the states that are wanted
+    y, _, states, convs = mixer_forward(
+        proj.contiguous(), mixer.conv_weight.contiguous(), mixer.conv_bias, mixer.dt_bias.float(),
+        -torch.exp(mixer.A_log.float()), mixer.D.float(), mixer.norm_weight,
+        mixer.out_proj.weight.to(proj.dtype), conv, statewise(ssm), row, every)
+    return (y, convs, states[:, ::every // row]) if want_states else (y, None, None)

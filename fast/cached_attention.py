@@ -1,25 +1,27 @@
 """
-Triton kernel: one active block against a long cache and itself, the fast twin of cached_attention
-in ops.py and the inner loop of block-diffusion decoding. Inference only.
+Triton kernel: one active block against a long cache and itself. It replaces ops.cached_attention, and
+cached_attention_pairs of fast/plain.py, and is the inner loop of block-diffusion decoding. Inference only.
 
-The l tokens of the block, or m of them that are asked for, see all n prefix tokens and all of the
-block: a plain rectangle.
- 1. Split keys. One head has only m / M query tiles, too few to fill a GPU, so the keys are cut in
-    `num_splits` shares too. A program attends to its own share and leaves (o, log-sum-exp); a
-    second small kernel averages them.
- 2. The length lives on the device. Grid and memory depend only on shapes, and each program reads
-    lengths[b] and works out its share: one CUDA graph serves all lengths, and shares stay even.
- 3. The hot loop has no mask. Only full tiles of the cache go through it; the ragged tail is one
-    separate tile. Tiles are M queries by N keys; statistics are fp32 and in base 2.
+The l tokens of the block, or m of them that are asked for, see all n prefix tokens and all of the block.
+ 1. Split keys. One head has only m / M query tiles, too few to fill a GPU. So the keys are cut in `num_splits`
+    shares as well. A program attends to its own share and leaves (o, log-sum-exp); a second small kernel averages
+    them.
+ 2. The length is read on the device. Grid and memory depend on shapes alone; each program reads lengths[b] and works
+    out its share. So one CUDA graph serves all lengths, and the shares stay even.
+ 3. The hot loop has no mask. It takes only the full tiles of the cache; the ragged tail is one separate tile. Tiles
+    are M queries by N keys; statistics are fp32 and in base 2.
+
+    python -m pytest tests/kernels/test_kernels.py -k attention
 """
 import math
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import LOG2E, dot, operator, strides
+from fast.triton_tools import LOG2E, dot, operator, strides
 
 
 @triton.jit
@@ -194,3 +196,24 @@ def block_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor
         combine_kernel[triton.cdiv(m * h, R), b](
             part, lse, out, lengths, cap, num_splits, h, m, l, d, D, S, R, N, least)
     return out
+
+
+def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
+    """
+    As ops.cached_attention, and as plain.cached_attention_pairs: caches may be (c, h, max_len, e) for more rows than c,
+    where row i reads cache i mod c, and of a single block q may hold any number of queries, which all see the same.
+    The kernel takes one block at a time. Of several blocks all but the last are written to the cache here, in the
+    place where the caller is going to write them; then every row must have a cache of its own.
+    """
+    if k_cache.shape[2] == 0 and k.shape[2] == block_len:
+        return F.scaled_dot_product_attention(q, k, v)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, m, h, e)
+    outs, rows = [], torch.arange(len(q), device=q.device)[:, None]
+    for i in range(0, k.shape[1], block_len):
+        if i:
+            at = lengths[:, None] + torch.arange(i - block_len, i, device=q.device)
+            k_cache[rows, :, at], v_cache[rows, :, at] = k[:, i - block_len:i], v[:, i - block_len:i]
+        own, held = slice(i, i + block_len), lengths + i if i else lengths  # adding 0 would launch a kernel
+        mine = q[:, own] if k.shape[1] > block_len else q
+        outs.append(block_attention(mine, k_cache, v_cache, held, k[:, own], v[:, own]))
+    return (outs[0] if len(outs) == 1 else torch.cat(outs, 1)).transpose(1, 2)

@@ -1,0 +1,43 @@
+"""
+What exists for speed alone. `rm -rf fast` leaves a repository in which everything works, slower.
+
+  select             fills ops.FAST with faster functions of the same signatures, on a GPU
+  inference.py       weights prepared for generation; decoder.py: denoising steps as CUDA graphs
+  plain.py           plain twins of what only these two use
+  the other files    Triton kernels, a file for each operation, tested against their plain twins
+
+    python bench.py ops                                 the operations beside libraries
+    python -m pytest tests/kernels                      on a GPU, or in Triton's interpreter
+"""
+import functools
+
+import torch
+
+import ops
+
+
+def select(device):
+    """Fills ops.FAST for a CUDA device and returns a line that names what runs. Where Triton cannot be imported, FAST
+    stays empty and the line says why."""
+    try:
+        from fast import cached_attention, conv, draw, mixer, residual, scan, states, two_stream
+    except Exception as error:                          # a broken Triton fails in many ways
+        return f"kernels: plain (no Triton: {type(error).__name__}: {error})"
+    ops.FAST.update({
+        # training, and whatever else works on whole sequences
+        "Mamba2.forward": mixer.mamba2_forward, "ssd_scan": states.ssd_scan, "causal_conv": conv.causal_conv,
+        "gated_norm": mixer.gated_norm, "cross_entropy_tile": compiled_cross_entropy_tile(),
+        "two_stream_masks": two_stream.two_stream_masks, "two_stream_attention": two_stream.two_stream_attention,
+        # generation
+        "cached_attention": cached_attention.cached_attention,
+        "cached_attention_pairs": cached_attention.cached_attention,
+        "ssd_scan_both": scan.ssd_scan_both, "ssd_scan_pairs": scan.ssd_scan_pairs,
+        "causal_conv_both": conv.causal_conv_both, "add_norm": residual.add_norm,
+        "uniform": draw.uniform, "gumbel_argmax": draw.gumbel_argmax, "unmask": draw.unmask})
+    attention = "cuDNN and Triton" if two_stream.hopper(device) else "FlexAttention"
+    return f"kernels: Triton; attention in training: {attention}"
+
+
+@functools.lru_cache(maxsize=1)
+def compiled_cross_entropy_tile():
+    return torch.compile(ops.cross_entropy_tile.plain, dynamic=True)

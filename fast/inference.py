@@ -1,0 +1,319 @@
+"""
+Weights and products rearranged for generation: savings that training cannot have, equal up to rounding.
+In what `inference_model` returns, the constant modulation of models without timestep conditioning is part of
+norms and projections, the two directions of a Mamba layer (eq. partial-reverse) are one mixer of double
+width, products of few rows have forms that a GPU is faster at, what a layer adds to the residual stream
+waits for the norm that reads it next, a finished block is committed in one pass with the first step of the
+next one, and the last layer works on the positions alone that a step may reveal.
+
+    python -m pytest tests/test_sample.py -k fused      prepared weights give the same tokens
+    python bench.py sample                              what they save
+"""
+import copy
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+
+import ops
+from fast import plain
+from model import Attention, BlockDiffusionLM, Layer, cast_for_inference, modulate, take
+
+FEW_ROWS = 512                          # an active block and the one that is committed with its first step
+CUT_ON = ("cuda",)                      # devices on which products of few rows are cut in parts
+LONGEST = 512                           # tokens of a block that the merged mixer takes
+
+
+def linear_in_parts(x, weight, ways=1):
+    """Returns P partial products (P, ..., d) that sum to x W^T. x (..., k), weight (d, k). P is 2 where cutting the
+    sum in half is faster: a product with few rows and a long sum leaves most of a GPU idle (256 x 4352 x 1088 takes
+    an H200 11 us where its limit is 4, in two parts 8), and the addition after it adds the parts anyway. ways=2: x
+    joins two inputs, which must stay apart."""
+    rows, k = x.numel() // x.size(-1), x.size(-1)
+    cut = x.device.type in CUT_ON and rows <= FEW_ROWS and k % 16 == 0
+    parts = 2 if cut else ways
+    if parts == 1:
+        return F.linear(x, weight)[None]
+    y = torch.bmm(x.reshape(rows, parts, k // parts).transpose(0, 1),
+                  weight.view(-1, parts, k // parts).permute(1, 2, 0))         # (P, rows, d)
+    return y.view(parts, *x.shape[:-1], -1)
+
+
+@torch.library.custom_op("nanobdlm::linear_gelu", mutates_args=())
+def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """gelu(x W^T + b), the tanh form, with cuBLASLt doing the GELU: a pass less over the result."""
+    if not x.is_cuda:                                   # where the call below takes the other form
+        return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+    y = torch._addmm_activation(bias, x.reshape(-1, x.size(-1)), weight.t(), use_gelu=True)
+    return y.view(*x.shape[:-1], -1)
+
+
+linear_gelu.register_fake(lambda x, weight, bias: x.new_empty(*x.shape[:-1], len(weight)))
+
+
+# ----------------------------------------------------------------------------------------------
+# Mixers. They return (parts, power), see plain.join_parts: what is still to be added to the residual stream.
+# at (b, m): the positions of the active block that are asked for; None: all of them.
+
+class InferenceAttention:
+    """The two paths of an Attention; its output projection comes in parts."""
+
+    def __init__(self, mixer):
+        self.mixer = mixer
+
+    def merge(self, y):
+        return linear_in_parts(y.transpose(1, 2).flatten(2), self.mixer.out_proj.weight), None
+
+    def denoise(self, u, state, lengths, rope, at=None):
+        """One noisy block u (b, l, d)."""
+        q, k, v = self.mixer.project(u, rope)
+        q = take(q.transpose(1, 2), at).transpose(1, 2)
+        return self.merge(ops.cached_attention(q, k, v, *state, lengths, u.size(1)))
+
+    def commit_and_denoise(self, u, state, lengths, rope, at=None, last=False):
+        """u (2 b, l, d): finished blocks, then the active blocks after them, which see one block more of the cache:
+        lengths (2 b,). That block is appended first, so they find it there; a finished block reads its own keys from
+        u. In the last layer the finished blocks only leave their keys and values."""
+        q, k, v = self.mixer.project(u, rope)
+        b = len(u) // 2
+        self.mixer.append(k[:b], v[:b], state, lengths[:b])
+        if last:
+            q, k, v, lengths = take(q[b:].transpose(1, 2), at).transpose(1, 2), k[b:], v[b:], lengths[b:]
+        return self.merge(plain.cached_attention_pairs(q, k, v, *state, lengths, u.size(1)))
+
+
+class InferenceMamba:
+    """
+    Both directions of a BiMamba as one mixer of double width: one projection in, one convolution, one
+    scan, one projection out. Direction is an axis of two after the tokens, which stay in their order:
+    nothing is flipped or copied. The norm before the projection out divides a token by one number, which
+    the sum after it does as well, and its weight is part of the projection.
+    """
+
+    @torch.no_grad()
+    def __init__(self, mixer, dtype):
+        pair, f = (mixer.fwd, mixer.rev), mixer.fwd
+        self.mixer, self.chunk_len = mixer, f.chunk_len
+        self.heads, self.d_inner, self.d_state = f.heads, f.d_inner, f.d_state
+        self.inner = f.in_proj.out_features             # widths of z, x, B and C
+        rows = [m.in_proj.weight for m in pair] + [m.dt_proj.weight for m in pair]
+        rows.append(rows[0].new_zeros(-2 * (self.inner + f.heads) % 64, rows[0].size(1)))
+        self.w_in = torch.cat(rows).to(dtype)
+        self.w_out = torch.cat([m.out_proj.weight * m.norm_weight for m in pair], 1).to(dtype)
+        self.conv_weight = torch.stack([m.conv_weight for m in pair]).to(dtype)  # (2, c, w)
+        self.conv_bias = torch.stack([m.conv_bias for m in pair]).to(dtype)
+        exact = ops.at_least_fp32(dtype)
+        self.dt_bias = torch.stack([m.dt_bias for m in pair]).to(exact)        # (2, h)
+        self.A = torch.stack([-torch.exp(m.A_log.to(exact)) for m in pair])    # (2, h)
+        self.D = torch.stack([m.D for m in pair]).to(exact)
+
+    def takes(self, u):
+        """Not a single direction, nor blocks of more tokens than the kernels scan in one row."""
+        return self.mixer.reverse_scan and u.size(1) <= LONGEST
+
+    def denoise(self, u, state, lengths, rope, at=None):
+        """One noisy block u (b, l, d)."""
+        if not self.takes(u):
+            return take(self.mixer.denoise(u, state, lengths, rope), at)[None], None
+        return self.merge(*self.scan(u, *state), at)
+
+    def commit_and_denoise(self, u, state, lengths, rope, at=None, last=False):
+        """u (2 b, l, d): finished blocks, then the active blocks after them."""
+        b = len(u) // 2
+        if not self.takes(u):
+            clean = self.mixer.extend(u[:b], state, lengths, rope, u.size(1))
+            noisy = take(self.mixer.denoise(u[b:], state, lengths, rope), at)
+            return (noisy if last else torch.cat([clean, noisy]))[None], None
+        y, power = self.scan(u, *state, commit=True)
+        return self.merge(*((y[b:], power[b:]) if last else (y, power)), at)
+
+    def merge(self, y, power, at):
+        return linear_in_parts(take(y, at).flatten(2), self.w_out, ways=2), take(power, at)
+
+    def scan(self, u, conv, ssm, commit=False):
+        """All but the last product: y (b, l, 2, h, p), and its power as plain.ssd_scan_both returns it."""
+        h, di, n, inner = self.heads, self.d_inner, self.d_state, self.inner
+        proj = F.linear(u, self.w_in)
+        z, xBC = proj[..., :2 * inner].unflatten(-1, (2, inner)).split([di, inner - di], -1)
+        dt = proj[..., 2 * inner:2 * (inner + h)].unflatten(-1, (2, h))        # (b, l, 2, h)
+        columns = conv                                  # before the first token of each row
+        if commit:
+            end = ops.conv_boundaries(xBC[:len(u) // 2, :, 0], conv, None)[:, -1]
+            columns = torch.cat([conv, end])
+            conv.copy_(end)
+        xBC = plain.causal_conv_both(xBC, self.conv_weight, self.conv_bias, columns)
+        x, B, C = xBC.split([di, n, n], -1)                                    # (b, l, 2, .)
+        x, z = x.unflatten(-1, (h, -1)), z.unflatten(-1, (h, -1))
+        inputs = x, dt, self.dt_bias, self.A, B, C, self.D, ssm, z, self.chunk_len
+        if commit:
+            y, power, end = plain.ssd_scan_pairs(*inputs)
+            ssm.copy_(end)
+        else:
+            y, power = plain.ssd_scan_both(*inputs)
+        return y, power
+
+
+# ----------------------------------------------------------------------------------------------
+# Layers and the model
+
+class InferenceLayer(Layer):
+    """
+    A layer with products and mixers in these forms. Additions to the residual stream wait for the norm
+    that reads it, a pass less over it: between layers it is (h, parts, bias), which plain.add_norm sums.
+    `extend`, with which a prompt is read, is the plain layer's.
+    """
+
+    def __init__(self, layer, dtype):
+        torch.nn.Module.__init__(self)
+        self.hybrid, self.adaln, self.mlp = layer.hybrid, layer.adaln, layer.mlp
+        self.norm1, self.norm2, self.mixer = layer.norm1, layer.norm2, layer.mixer
+        attends = isinstance(layer.mixer, Attention)
+        self.fused = InferenceAttention(layer.mixer) if attends else InferenceMamba(layer.mixer, dtype)
+
+    def read(self, stream, mod):
+        """The residual stream h (b, l, d), all additions made, and the mixer's input."""
+        h, parts, bias = stream
+        h, u = plain.add_norm(h, parts, None, bias, self.norm1.weight, self.norm1.bias)
+        return h, modulate(u, mod[0], mod[1])
+
+    def add(self, h, parts, power, mod):
+        """The stream after the mixer's (parts, power) and the MLP, whose result waits in parts."""
+        if mod[2] is not None:
+            parts, power = (mod[2] * plain.join_parts(parts, power))[None], None
+        h, u = plain.add_norm(h, parts, power, None, self.norm2.weight, self.norm2.bias)
+        up, down = self.mlp[0], self.mlp[2]
+        u = linear_gelu(modulate(u, mod[3], mod[4]), up.weight, up.bias)
+        parts, bias = linear_in_parts(u, down.weight), down.bias
+        if mod[5] is not None:
+            parts, bias = (mod[5] * (plain.join_parts(parts) + bias))[None], None
+        return h, parts, bias
+
+    def denoise(self, stream, c, state, lengths, rope, at=None):
+        """One noisy block, or with at (b, m) what comes of these positions of it."""
+        mod = self.modulation(c)
+        h, u = self.read(stream, mod)
+        return self.add(take(h, at), *self.fused.denoise(u, state, lengths, rope, at), mod)
+
+    def commit_and_denoise(self, stream, c_clean, c_noisy, state, lengths, rope, at=None, last=False):
+        """`extend` and then `denoise` in one pass, so that weights are read once: rows (2 b, l, d) are finished
+        blocks, then the active blocks after them; lengths (2 b,) is what lies before each. In the last layer
+        only the active blocks come out."""
+        mod = self.modulation_of_both(c_clean, c_noisy)
+        h, u = self.read(stream, mod)
+        parts, power = self.fused.commit_and_denoise(u, state, lengths, rope, at, last)
+        if last:
+            h, mod = take(h[len(h) // 2:], at), self.modulation(c_noisy)
+        return self.add(h, parts, power, mod)
+
+    def modulation_of_both(self, c_clean, c_noisy):
+        """Modulation of as many clean rows as c_noisy (m, 1, d) has and, after them, its noisy ones."""
+        mod = self.modulation(c_noisy)
+        if c_clean is not None or c_noisy is None:      # then all rows are modulated alike
+            return mod
+        still = [0, 0, 1, 0, 0, 1]                      # no modulation: shift 0, scale 0, gate 1
+        return [p if p is None else torch.cat([torch.full_like(p, v), p]) for p, v in zip(mod, still)]
+
+
+class InferenceModel(BlockDiffusionLM):
+    """What `inference_model` returns. It generates, and does nothing else."""
+
+    def __init__(self, model, dtype):
+        torch.nn.Module.__init__(self)
+        self.config, self._rope, self.folded = model.config, model._rope, not model.config.time_conditioning
+        self.embed, self.time, self.norm, self.adaln, self.head = (
+            copy.deepcopy(part) for part in (model.embed, model.time, model.norm, model.adaln, model.head))
+        layers, c = copy.deepcopy(model.layers), model.condition(None) if self.folded else None
+        if self.folded:
+            for layer in layers:
+                fold_layer(layer, c)
+            fold_norm(self.norm, *(p.flatten() for p in self.adaln(c).chunk(2, -1)))
+        self.layers = torch.nn.ModuleList(InferenceLayer(layer, dtype) for layer in layers)
+        # An odd number of columns would send the head to slow, unaligned kernels.
+        self.head.weight = torch.nn.Parameter(F.pad(self.head.weight, (0, 0, 0, -self.config.vocab_size % 64)))
+
+    def condition(self, t):
+        return None if self.folded else super().condition(t)
+
+    def final(self, stream, c):
+        """Last norm and modulation, after the last layer's additions."""
+        h, parts, bias = stream
+        u = plain.add_norm(h, parts, None, bias, self.norm.weight, self.norm.bias)[1]
+        return u if c is None else modulate(u, *self.adaln(c).chunk(2, -1))
+
+    def layers_with(self, cache, at):
+        """(layer, its part of the cache, positions asked for, whether it is the last) of each."""
+        for i, (layer, state) in enumerate(zip(self.layers, cache.layers), 1):
+            last = i == len(self.layers)
+            yield layer, state, at if last else None, last
+
+    @torch.no_grad()
+    def denoise_hidden(self, xt, cache, t, at=None):
+        """Hidden states (b, l, d) of the active block, or with at (b, m) of these positions alone, (b, m, d)."""
+        stream, c = (self.embed(xt), None, None), self.condition(t)
+        rope = self.active_rope(cache.lengths, xt.size(1))
+        for layer, state, asked, _ in self.layers_with(cache, at):
+            stream = layer.denoise(stream, c, state, cache.lengths, rope, asked)
+        return self.final(stream, c)
+
+    @torch.no_grad()
+    def commit_and_denoise_hidden(self, x0_block, xt, cache, t, at=None):
+        """`commit(x0_block, cache)` and then `denoise_hidden(xt, cache, t, at)` in one pass. The caller
+        sees to it that the cache has room: nothing here reads its lengths on the host."""
+        l, c = xt.size(1), self.condition(t)
+        stream = self.embed(torch.cat([x0_block, xt])), None, None
+        c_clean = None if self.config.time_conditioning else c
+        lengths = torch.cat([cache.lengths, cache.lengths + l])
+        rope = self.active_rope(lengths, l)
+        for layer, state, asked, last in self.layers_with(cache, at):
+            stream = layer.commit_and_denoise(stream, c_clean, c, state, lengths, rope, asked, last)
+        cache.lengths += l
+        return self.final(stream, c)
+
+    def active_rope(self, lengths, count):
+        """`rope_after`, which may be compiled here: an active block always has the same length."""
+        return self.rope_after(lengths, count)
+
+    def compile(self):
+        """torch.compile of what a denoising step runs. Does nothing without Triton, in which it writes kernels."""
+        if importlib.util.find_spec("triton") is None:
+            return
+        torch._dynamo.config.recompile_limit = 64       # kinds of layers, batch sizes, both kinds of step
+        for part, *names in ((self, "final", "active_rope"),
+                             *((layer, "denoise", "commit_and_denoise") for layer in self.layers)):
+            for name in names:
+                setattr(part, name, torch.compile(getattr(part, name), dynamic=False))
+
+
+@torch.no_grad()
+def fold_norm(norm, shift, scale):
+    """Makes a LayerNorm include the modulation x * (1 + scale) + shift of what it returns."""
+    if shift is not None:
+        bias = shift if norm.bias is None else norm.bias * (1 + scale) + shift
+        norm.weight.mul_(1 + scale)
+        norm.bias = torch.nn.Parameter(bias.clone())
+
+
+@torch.no_grad()
+def fold_layer(layer, c):
+    """Folds the modulation by a constant c into a layer's norms and the projections that are gated."""
+    shift, scale, gate, shift2, scale2, gate2 = (
+        None if p is None else p.flatten() for p in layer.modulation(c))
+    fold_norm(layer.norm1, shift, scale)
+    fold_norm(layer.norm2, shift2, scale2)
+    if gate is not None:
+        layer.mixer.out_proj.weight.mul_(gate[:, None])
+        layer.mlp[2].weight.mul_(gate2[:, None])
+        layer.mlp[2].bias.mul_(gate2)
+
+
+@torch.no_grad()
+def inference_model(model, dtype, compile=False):
+    """
+    A BlockDiffusionLM with prepared weights, cast to dtype, that computes the same function up to rounding: prefill,
+    commit, denoise, and the two passes above. The model that it is given stays valid. compile: torch.compile the
+    steps' layers.
+    """
+    prepared = cast_for_inference(InferenceModel(model, dtype), dtype)
+    if compile:
+        prepared.compile()
+    return prepared

@@ -1,0 +1,93 @@
+"""
+Plain twins of the operations that only the fast engines use: both directions of a Mamba layer at once, a block that is
+committed in one pass with the next one's first step, products that come in parts. No Triton here: on a CPU, and with
+--kernels=torch, the fused engine runs these.
+
+    python -m pytest tests/test_sample.py -k fused
+"""
+import torch
+import torch.nn.functional as F
+
+import ops
+from ops import EPS, at_least_fp32, replaceable
+
+
+@replaceable
+def ssd_scan_both(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
+    """
+    Two scans over the same tokens, each with inputs and parameters of its own: the first forward from
+    initial_state (b, h, p, n), the second from the last token back to the first, from zeros.
+
+    x, z (b, s, 2, h, p); dt (b, s, 2, h), before dt_bias (2, h) and softplus; A, D (2, h); B, C
+    (b, s, 2, n). Returns y * SiLU(z) (b, s, 2, h, p), tokens in their order, and its mean square over
+    p (b, s, 2, h), fp32 or better: all that the norm after it needs to know.
+    """
+    dt = F.softplus(dt.to(dt_bias.dtype) + dt_bias)
+
+    def scan(i, state, turn=lambda u: u):
+        xi, dti, Bi, Ci = (turn(u[:, :, i]) for u in (x, dt, B, C))
+        return turn(ops.ssd_scan(xi, dti, A[i], Bi, Ci, D[i], state, None, chunk_len)[0])
+    y = torch.stack([scan(0, initial_state), scan(1, None, lambda u: u.flip(1))], 2) * F.silu(z)
+    return y, y.to(at_least_fp32(y.dtype)).square().mean(-1)
+
+
+@replaceable
+def ssd_scan_pairs(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
+    """
+    Blocks to be committed and the active blocks after them: rows (2 b, ...). The first b are scanned
+    forward alone, from initial_state (b, h, p, n), the others as in `ssd_scan_both` from where the first
+    end. Arguments and results as there, where the first b rows have zeros for their second scan, and
+    the states (b, h, p, n) at the end of the first b.
+    """
+    b = len(x) // 2
+    steps = F.softplus(dt[:b, :, 0].to(dt_bias.dtype) + dt_bias[0])
+    y, states = ops.ssd_scan(x[:b, :, 0], steps, A[0], B[:b, :, 0], C[:b, :, 0], D[0], initial_state, None, chunk_len)
+    y = y * F.silu(z[:b, :, 0])
+    y = torch.stack([y, torch.zeros_like(y)], 2)
+    active, power = ssd_scan_both(x[b:], dt[b:], dt_bias, A, B[b:], C[b:], D, states[:, -1], z[b:], chunk_len)
+    return (torch.cat([y, active]), torch.cat([y.to(power.dtype).square().mean(-1), power]), states[:, -1])
+
+
+@replaceable
+def causal_conv_both(u, weight, bias, initial):
+    """
+    Two convolutions over the same positions, each of channels of its own: the first from initial
+    (b, w-1, c) forward, the second from the last position back to the first, from zeros.
+
+    u (b, s, 2, c); weight (2, c, w); bias (2, c). Returns (b, s, 2, c).
+    """
+    (fwd, rev), zeros = u.unbind(2), torch.zeros_like(initial)
+    rev = ops.causal_conv(rev.flip(1), weight[1], bias[1], zeros).flip(1)
+    return torch.stack([ops.causal_conv(fwd, weight[0], bias[0], initial), rev], 2)
+
+
+@replaceable
+def cached_attention_pairs(q, k, v, k_cache, v_cache, lengths, block_len):
+    """`ops.cached_attention` of one block a row, 2 b rows against caches of b: rows i and b + i read cache i."""
+    k_cache, v_cache = (cache.repeat(len(q) // len(cache), 1, 1, 1) for cache in (k_cache, v_cache))
+    return ops.cached_attention(q, k, v, k_cache, v_cache, lengths, block_len)
+
+
+def join_parts(parts, power=None):
+    """
+    The sum of a product's parts (P, b, s, d) -> (b, s, d). With power (b, s, P, h), the mean squares of
+    heads: each part still lacks the RMS norm of its input.
+    """
+    dtype = parts.dtype
+    if power is not None:
+        parts = parts * torch.rsqrt(power.mean(-1) + EPS).movedim(-1, 0)[..., None]
+    return parts.sum(0).to(dtype)
+
+
+@replaceable
+def add_norm(h, parts, power, bias, weight, shift):
+    """
+    A residual addition and the LayerNorm after it. h (b, s, d); parts, None for nothing to add, and
+    power as in `join_parts`; bias (d,) is added too, or None; weight, shift (d,) of the norm, shift
+    may be None. Returns the sum and its norm, both (b, s, d).
+    """
+    if parts is not None:
+        h = h + join_parts(parts, power)
+    if bias is not None:
+        h = h + bias
+    return h, F.layer_norm(h, weight.shape, weight, shift, EPS)

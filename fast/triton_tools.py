@@ -1,0 +1,58 @@
+"""
+What the Triton files of this folder share: PyTorch operators made of functions, memory layouts, one product.
+
+Without a GPU, Triton's interpreter tests all kernels:    python -m pytest tests/kernels/test_kernels.py
+"""
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)  # exp(u) = exp2(u log2 e); the GPU has exp2 in hardware
+
+
+@triton.jit
+def dot(a, b, acc=None):
+    return tl.dot(a, b, acc, input_precision="ieee")  # fp32 operands are not cut to tf32
+
+
+def operator(fake):
+    """Registers a function as the PyTorch operator nanobdlm::<its name>. torch.compile treats it as one opaque node of
+    its graph. `fake` returns empty tensors of the shapes that the function returns."""
+    def register(function):
+        op = torch.library.custom_op("nanobdlm::" + function.__name__, function, mutates_args=())
+        op.register_fake(fake)
+        return op
+    return register
+
+
+def differentiable(op, backward_op):
+    """Gives an operator gradients: those of its tensors are backward_op(gradient of its first output, *tensors). Its
+    arguments are tensors (or None) and at most one flag, which comes last."""
+    def save(ctx, inputs, output):
+        ctx.flags = (None,) * isinstance(inputs[-1], bool)
+        ctx.save_for_backward(*inputs[:len(inputs) - len(ctx.flags)])
+
+    def backward(ctx, dout, *_):
+        tensors = ctx.saved_tensors
+        grads = backward_op(dout, *tensors)
+        return *(None if u is None else g for u, g in zip(tensors, grads)), *ctx.flags
+    op.register_autograd(backward, setup_context=save)
+
+
+def like(*tensors):
+    """An uninitialised tensor for the gradient of each tensor; an empty one stands in for the gradient of None."""
+    return tuple(tensors[0].new_empty(0) if u is None else u.new_empty(u.shape) for u in tensors)
+
+
+def rowwise(u):
+    """u, copied if its last dimension is not contiguous: the kernels take any other strides."""
+    return u if u is None or u.stride(-1) == 1 else u.contiguous()
+
+
+def statewise(s0):
+    """States, copied if their last two dimensions are not contiguous: the kernels take any other strides."""
+    return s0 if s0 is None or s0.stride()[-2:] == (s0.shape[-1], 1) else s0.contiguous()
+
+
+def strides(u, dims):
+    return u.stride()[:dims] if u is not None else (0,) * dims

@@ -1,0 +1,50 @@
+"""
+What the paper printed: parameters, results and throughput of its four models; and its rule for learning rates.
+Numbers alone: nothing of ours is imported here. The labels are those of the paper's LaTeX source.
+
+    python model.py                 parameter counts beside PARAMS
+    python bench.py train           throughput beside TRAIN; `sample` beside SAMPLE
+"""
+
+MODELS = {                              # config prefix: name and colour in every figure
+    "attention": ("full-sequence attention", "#7f7f7f"),
+    "diffumamba_h": ("full-sequence DiffuMamba-H", "#e08214"),
+    "bdlm_attention": ("BDLM attention", "#2c7fb8"),
+    "mamba_h": ("BDLM Mamba-H", "#b2182b")}
+
+PARAMS = {                              # millions: tab:arch-87m and tab:arch-350m
+    "attention_87m": 89.17, "bdlm_attention_87m": 89.17, "diffumamba_h_87m": 96.98,
+    "mamba_h_87m": 96.98, "attention_350m": 353.03, "bdlm_attention_350m": 353.03,
+    "diffumamba_h_350m": 399.53, "mamba_h_350m": 350.97}
+
+# tab:validation-87m-best, accuracies from -87m-full, and tab:validation-350m: learning rate, then
+# perplexity, bits per byte and masked-token accuracy on C4 and on Paloma's C4, and MCQA.
+RESULTS = {
+    "attention_87m": (8e-3, 87.64, 1.41, 12.04, 83.25, 1.39, 12.43, 35.03),
+    "diffumamba_h_87m": (4e-3, 83.73, 1.39, 12.08, 80.42, 1.38, 12.50, 37.32),
+    "bdlm_attention_87m": (4e-3, 76.46, 1.37, 11.29, 70.81, 1.34, 11.43, 36.31),
+    "mamba_h_87m": (8e-3, 61.59, 1.30, 11.92, 58.48, 1.28, 11.99, 35.58),
+    "bdlm_attention_350m": (1.23e-3, 36.97, 1.14, None, 36.14, 1.13, None, 41.28),
+    "mamba_h_350m": (2.65e-3, 38.24, 1.15, None, 36.81, 1.13, None, 43.29),
+}
+
+# tab:training-throughput-8k: tokens/s of 350M parameters on eight A100s.
+TRAIN = dict(zip(MODELS, [229_957, 223_825, 151_976, 166_849]))
+
+# tab:inference-throughput: tokens/s of 700M parameters on one A100, by the number of tokens generated. LADDER has
+# these numbers, and their names on an axis.
+LADDER = {2 ** i: f"{2 ** i // 1000}K" if i > 9 else str(2 ** i) for i in range(8, 18)}
+LADDER |= {200_000: "", 262_144: "262K"}
+SAMPLE = {kind: dict(zip(LADDER, speeds)) for kind, speeds in zip(MODELS, [
+    [1035, 915, 1421, 1062, 761, 351, 122, 36],
+    [470, 541, 498, 461, 387, 429, 240, 101, 35],
+    [1935, 1887, 1955, 1927, 1728, 1663, 1331, 508, 263, 142, 91, 74],
+    [1146, 1167, 1082, 1158, 1019, 1281, 1234, 941, 694, 450, 364, 278]])}
+
+
+def transfer_lr(small_lr, width, depth, batch, tokens):
+    """
+    Complete(d)P-style transfer, eq. completedp-transfer: each argument but the first is the ratio
+    large / small. Exponents -1, -1/2, +1/2, -1/2 reproduce the paper's 1.23e-3 and 2.65e-3.
+    """
+    return small_lr * width ** -1 * depth ** -0.5 * batch ** 0.5 * tokens ** -0.5

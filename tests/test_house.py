@@ -1,0 +1,87 @@
+"""How the code is laid out: the plain system runs as it reads, and needs nothing of fast/."""
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = [*ROOT.glob("*.py"), *ROOT.glob("fast/*.py"), *ROOT.glob("tools/*.py")]
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+
+CHECKED_SAMPLE = """
+import sys
+import model, ops, sample
+sample.init, sample.model_config, sample.device, sample.length = "random", "laptop", "cpu", 20
+sample.engine = sys.argv.pop()
+calls, denoise, generate = [], model.Layer.denoise, sample.generate
+model.Layer.denoise = lambda layer, *inputs: calls.append(layer) or denoise(layer, *inputs)
+
+def checked(generating, *request, **rest):
+    assert ops.FAST == {} and "fast" not in sys.modules
+    assert type(generating) is model.BlockDiffusionLM
+    assert {type(layer) for layer in generating.layers} == {model.Layer}
+    for module in generating.modules():
+        hidden = [name for name in vars(module) if callable(getattr(type(module), name, None))]
+        assert not hidden, f"{type(module).__name__} has methods of its own: {hidden}"
+    return generate(generating, *request, **rest)
+
+sample.generate = checked
+sample.main()
+print(f"{len(calls)} calls of Layer.denoise")
+"""
+
+
+@pytest.mark.parametrize("engine", ["auto", "simple"])
+def test_what_runs_on_a_cpu_is_the_plain_model_as_it_reads(engine):
+    """A breakpoint in model.Layer.denoise stops under `python sample.py`."""
+    done = subprocess.run([sys.executable, "-c", CHECKED_SAMPLE, engine], cwd=ROOT, capture_output=True, text=True,
+                          timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+    calls = int(done.stdout.splitlines()[-1].split()[0])
+    assert calls == (15 + 16) * 3                       # two blocks, the first with one known token, and 3 layers
+
+
+def imported(path):
+    """(module of ours, whether inside a function) that a file imports, but for what its script part hands over to."""
+    tree = ast.parse(path.read_text())
+    tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "__name__" in ast.dump(node.test))]
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            if name in MODULES:
+                yield name, node not in tree.body
+
+
+def test_imports_run_one_way():
+    graph = {name: {target for target, _ in imported(path)} - {name} for name, path in MODULES.items()}
+    done = set()
+
+    def visit(name, above=()):
+        assert name not in above, " -> ".join([*above, name])
+        if name not in done:
+            for target in graph[name]:
+                visit(target, (*above, name))
+            done.add(name)
+    for name in graph:
+        visit(name)
+    scripts = {"train", "sample", "eval", "bench"}
+    assert not any(graph[name] & scripts for name in graph if name.startswith("fast"))
+    assert not any(graph[name] & (scripts - {"sample"}) for name in scripts)
+
+
+def test_fast_is_imported_inside_functions_alone_by_two_files():
+    users = {(name, inside) for name, path in MODULES.items() for target, inside in imported(path)
+             if target.split(".")[0] == "fast" and not name.startswith("fast")}
+    assert users <= {("parallel", True), ("sample", True)}
+
+
+def test_no_module_has_the_name_of_a_library():
+    """Ours stand first on sys.path: a top-level `kernels` hid the package of that name from transformers."""
+    taken = {"kernels", "operations", "flash_attn", "mamba_ssm", "triton", "torch", "numpy", "tiktoken", "transformers"}
+    assert not taken & {name.split(".")[0] for name in MODULES} and not taken & set(os.listdir(ROOT))
+    assert not {name for name in MODULES if name in sys.stdlib_module_names}
