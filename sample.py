@@ -115,10 +115,10 @@ def open_engine(wanted, model, dtype=torch.float32, compile=False):
     on_gpu = model.embed.weight.is_cuda
     if wanted == "simple" or (wanted == "auto" and not (on_gpu and has_fast())):
         return cast_for_inference(model, dtype), Decoder
-    if not has_fast():
-        raise ConfigError(f"engine={wanted} needs the folder fast/, which is not here; use --engine=simple")
     if wanted == "graphs" and not on_gpu:
         raise ConfigError("engine=graphs records CUDA graphs, and the model is on the CPU; use --engine=auto")
+    if not has_fast():
+        raise ConfigError(f"engine={wanted} needs the folder fast/, which is not here; use --engine=simple")
     from fast.decoder import new_decoder
     from fast.inference import inference_model
     return inference_model(model, dtype, compile and on_gpu), functools.partial(new_decoder, wanted)

@@ -89,7 +89,7 @@ def test_cached_logits_equal_all_block_logits_on_the_gpu(name):
         prepared = inference_model(model, dtype)
         with torch.no_grad():
             logits = cast_for_inference(model, dtype).all_block_logits(x0, xt, t)
-        cache = model.new_cache(2, 1024)
+        cache = prepared.new_cache(2, 1024)
         worst = 0
         for i in range(4):
             block = slice(256 * i, 256 * i + 256)
