@@ -687,5 +687,5 @@ def test_the_attention_kernel_reads_a_cache_of_more_than_2_to_the_31_values():
     q, k, v = randn(2, 16, 3, 2, 64, dtype=torch.bfloat16).unbind(2)
     out = cached_attention.block_attention(q, keys, values, lengths.to(device), k, v, 2)
     own = [u.transpose(1, 2).double() for u in (q, k, v)]
-    want = ops.cached_attention(*own, keys[:, :, :130].double(), values[:, :, :130].double(), lengths, 16)
+    want = ops.cached_attention(*own, keys[:, :, :130].double(), values[:, :, :130].double(), lengths.to(device), 16)
     assert error(out, want.transpose(1, 2)) < 1e-2
