@@ -76,8 +76,8 @@ def load_model(path, device="cpu"):
 
 
 # ----------------------------------------------------------------------------------------------
-# A prompt that is read once and continued many times: what a model leaves behind of it. A saved one is of use to the
-# same weights in the same dtype alone.
+# A prompt that is read once and continued many times: a Prefix is its tokens and the cache that they leave. A saved
+# one is valid only for the same weights, configuration and dtype.
 
 @dataclasses.dataclass
 class Prefix:
@@ -116,8 +116,8 @@ def read_prefix(model, tokens, before=None, on_chunk=None):
 
 
 def fingerprint(model, dtype):
-    """sha256 of the configuration, the dtype that generation runs in, and every weight, before any is cast or prepared
-    for generation: so every engine makes the same one."""
+    """sha256 of the configuration, of the dtype that generation runs in, and of every weight. Taken before weights are
+    cast or prepared for generation, so it is the same for every engine."""
     digest = hashlib.sha256(f"{model.config!r} {dtype}".encode())
     for name, p in model.named_parameters():
         digest.update(f"{name} {p.dtype} {tuple(p.shape)}".encode())
@@ -139,14 +139,14 @@ def load_prefix(path, config, mark):
         raise ModelError(f"there is no saved cache at {path}; make one with --save_cache={path}")
     try:
         record = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if record["format"] not in ("nanobdlm-prefix-1", "nanobdlm-prefix-2"):
+        if not record["format"].startswith("nanobdlm-prefix-"):
             raise KeyError(record["format"])
     except Exception as error:
         raise ModelError(f"{path} is not a whole saved cache (truncated or another format: "
                          f"{type(error).__name__}); make it again with --save_cache") from error
-    if record["format"] == "nanobdlm-prefix-1":
-        raise ModelError(f"{path} was saved by an earlier version, which kept weights prepared for generation as its "
-                         f"fingerprint; make it again with --save_cache")
+    if record["format"] != "nanobdlm-prefix-2":
+        raise ModelError(f"{path} was saved by another version, with another kind of fingerprint; make it again with "
+                         f"--save_cache")
     if record["fingerprint"] != mark:
         raise ModelError(f"{path} was saved with other weights, another configuration or another dtype; make it again "
                          f"with --save_cache")

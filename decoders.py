@@ -4,7 +4,7 @@ in sample.py and the fast one in fast/decoder.py.
 
   random         the next p positions of a random order; p = 1 is exact ancestral sampling
   confidence     the p positions whose drawn token is most probable
-  threshold      every position whose drawn token is at least so probable, and the most probable one
+  threshold      all positions whose drawn token has at least this probability, and always the most probable one
   first_hitting  one random position, at the time at which the reverse process first unmasks one
 
 A new decoder goes into `ActiveBlock.reveal`.
@@ -19,8 +19,8 @@ import ops
 from configurator import ConfigError, check
 
 ORDERS = ("random", "confidence", "threshold", "first_hitting")
-LOGITS = 2 ** 24                        # made at a time for one row, where all positions need them
-ORDER, TIME = -1, -2                    # streams of ops.uniform; token draws use ids >= 0
+LOGITS = 2 ** 24                        # logits of a row that exist at a time, where all positions need them
+ORDER, TIME = -1, -2                    # stream ids of ops.uniform; token draws use ids >= 0
 
 
 def check_decoder(settings):
@@ -84,8 +84,7 @@ def cut(logits, top_k, top_p):
 class ActiveBlock:
     """
     The block being unmasked and how far it has come. A step is `noise_level`, then a forward pass, then `reveal`.
-    Both have fixed shapes, change these tensors in place and never wait for the device, so that a whole step can
-    be recorded as a CUDA graph.
+    These keep shapes fixed, write in place and never wait for the device, so one step can be a CUDA graph.
     """
 
     def __init__(self, b, l, sampler, device, timed):
@@ -93,10 +92,12 @@ class ActiveBlock:
         self.sampler, self.p, self.timed = sampler, min(sampler.tokens_per_step, l), timed
         self.xt = torch.full((b, l), sampler.mask_id, device=device)           # known tokens, or the mask
         self.t = torch.ones(b, dtype=torch.float64, device=device)
-        # The order in which positions are revealed, and p more, for a last step that is not full.
+        # A permutation of the l positions, and padding, so that the next p can always be read. The padding repeats
+        # the first position, which is known by then, and known positions are skipped.
         self.order = torch.arange(l + -l % self.p + self.p, device=device).repeat(b, 1) % l
         self.at = self.order[:, :self.p].clone()        # (b, p) what the next step reveals
-        # Tokens passed in `order`, and tokens before the block: every draw is a function of seed and both.
+        # step (b,): entries of `order` that are used up. begin (b,): tokens before the block. A draw is a function of
+        # seed, position, step and begin.
         self.step, self.begin = torch.zeros(2, b, dtype=torch.long, device=device)
         self.key = torch.tensor(sampler.seeds, device=device), self.step, self.begin
 
@@ -109,8 +110,8 @@ class ActiveBlock:
         self.t.copy_(masked.double().mean(1))
         if self.sampler.order in ("random", "first_hitting"):
             ranks = ops.uniform(l, ORDER, *self.key)                           # (b, l)
-            self.order[:, :l] = ranks.masked_fill(~masked, 2).argsort(1)       # known tokens last
-            self.order[:, l:] = self.order[:, :1]       # fills the last step up: known by then
+            self.order[:, :l] = ranks.masked_fill(~masked, 2).argsort(1)       # ranks are below 1: known tokens last
+            self.order[:, l:] = self.order[:, :1]
             self.at.copy_(self.order[:, :self.p])
 
     def steps(self, counts):
@@ -128,11 +129,12 @@ class ActiveBlock:
         self.at.copy_(self.order[:, :self.p])
 
     def noise_level(self):
-        """t (b,) fp32 of the step that begins: the masked fraction of each row. None if the model takes no t."""
+        """t (b,) fp32 of the step that begins: the masked fraction of each row, which is what t means on average;
+        first_hitting draws it. None if the model takes no t."""
         if not self.timed:
             return None
         masked = self.xt == self.sampler.mask_id
-        if self.sampler.order == "first_hitting":       # the largest of m uniforms on (0, t)
+        if self.sampler.order == "first_hitting":       # the largest of m uniforms on (0, t) is t u^(1/m)
             u = ops.uniform(1, TIME, *self.key)[:, 0]
             self.t *= u ** (1 / masked.sum(1).clamp(min=1))
         else:
@@ -140,8 +142,8 @@ class ActiveBlock:
         return self.t.float()
 
     def positions(self):
-        """(b, p) the positions that this step reveals, where they are known beforehand; None where all positions
-        compete. Only these need logits, and of the last layer only these are needed."""
+        """(b, p) the positions that this step reveals, if they are known before the forward pass: only these need
+        logits. None if all positions compete."""
         return self.at if self.sampler.order in ("random", "first_hitting") else None
 
     def reveal(self, logits_of):
@@ -155,11 +157,11 @@ class ActiveBlock:
             masked = self.xt == sampler.mask_id
             drawn, chosen = self.surest(logits_of, masked)
             torch.where(chosen & masked, drawn, self.xt, out=self.xt)
-            self.step += self.p
+            self.step += self.p                         # by p however many were revealed: no two steps draw alike
 
     def surest(self, logits_of, masked):
-        """Draws a token for every position, and says which are revealed for their probability: both
-        (b, l). Logits are made for a few positions at a time: a window may have 65,536."""
+        """Draws a token for every position. Returns drawn and chosen, both (b, l): chosen marks the positions to
+        reveal. Logits are made for a few positions at a time, since a window may have 65,536."""
         sampler, drawn, sure = self.sampler, [], []
         positions = torch.arange(masked.size(1), device=masked.device).expand_as(masked)
         for at in positions.split(max(1, LOGITS // (sampler.mask_id + 1)), 1):
@@ -168,7 +170,7 @@ class ActiveBlock:
             p = logits.softmax(-1, dtype=ops.at_least_fp32(logits.dtype))
             sure.append(p.gather(2, drawn[-1][..., None])[..., 0])
         drawn, sure = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in (drawn, sure))
-        sure = torch.where(masked, sure, -1)
+        sure = torch.where(masked, sure, -1)            # known positions never win
         if sampler.order == "threshold":
             return drawn, (sure >= sampler.threshold) | (positions == sure.argmax(1, keepdim=True))
         return drawn, torch.zeros_like(masked).scatter_(1, sure.topk(self.p, 1).indices, True)

@@ -38,7 +38,7 @@ class ModelConfig:
     vocab_size: int = 50258             # the last id is the mask token
     seq_len: int = 8192                 # tokens of a training sequence
     block_len: int = 256                # tokens of a diffusion block; seq_len for full-sequence models
-    attn_every: int = 6                 # attention at layers 0, attn_every, ...; 1: attention only
+    attn_every: int = 6                 # layer i attends if i % attn_every == 0, else it is Mamba-2; 1: attention only
     n_layer: int = 12
     n_head: int = 8                     # attention heads
     d_model: int = 448
@@ -70,7 +70,7 @@ class ModelConfig:
                 f"{self.mamba_head_dim}")
         require(self.seq_len <= self.rope_capacity,
                 f"seq_len {self.seq_len} is beyond the rotary capacity of {self.rope_capacity}; choose a "
-                f"smaller seq_len or a larger rope_capacity")
+                f"smaller seq_len")
 
     @property
     def hybrid(self):
@@ -106,7 +106,8 @@ class Cache:
     Mamba layer's boundary state (conv (b, conv_width - 1, channels), ssm (b, heads, head_dim, state)).
     """
     layers: list
-    lengths: torch.Tensor               # (b,) int64 tokens held by each row, on the device
+    lengths: torch.Tensor               # (b,) int64, on the device: tokens that each row holds. Rows may differ; of
+                                        # row i only the first lengths[i] keys and values mean anything.
     max_len: int
 
     @property
@@ -136,7 +137,8 @@ def rope_table(length, dim, theta, device, dtype):
 
 
 def rotate(x, cos, sin):
-    """Rotates (b, h, s, e) by tables that broadcast to (b, h, s, e / 2); halves, not pairs."""
+    """Rotates x (b, h, s, e) by tables that broadcast to (b, h, s, e / 2). Channel i of the first half of a head is
+    paired with channel i of the second half."""
     x1, x2 = x.chunk(2, -1)
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).to(x.dtype)
 
@@ -146,7 +148,7 @@ def modulate(x, shift, scale):
 
 
 def gated(h, y, gate):
-    """h + gate * y in h's dtype."""
+    """h + gate * y. The residual stream keeps its dtype, whatever that of y."""
     return (h + (y if gate is None else gate * y)).to(h.dtype)
 
 
@@ -200,8 +202,9 @@ class Attention(nn.Module):
         cos, sin = rope
         # A clean token and its noisy copy have the same position, hence the same rotation.
         q_clean, k_clean, v_clean = self.project(clean, (cos[:n_clean], sin[:n_clean]))
-        if self.detach_prefix:
+        if self.detach_prefix:                          # the ablation: no gradient through keys and values
             k_clean, v_clean = k_clean.detach(), v_clean.detach()
+        # The noisy blocks of a row lie side by side in one sequence; the mask keeps them apart.
         q, k, v = self.project(noisy.unflatten(0, (b, -1)).flatten(1, 2), rope)        # (b, h, s, e) each
         y_clean, y = ops.two_stream_attention(
             (None if last else q_clean, k_clean, v_clean), (q, k, v), masks)
@@ -219,8 +222,8 @@ class Attention(nn.Module):
         """Writes k and v (b, h, m, e) into the cache, behind what each row holds."""
         rows = torch.arange(len(k), device=k.device)[:, None]
         at = lengths[:, None] + torch.arange(k.size(2), device=k.device)       # (b, m)
-        keys, values = state
-        keys[rows, :, at], values[rows, :, at] = k.transpose(1, 2), v.transpose(1, 2)
+        keys, values = state                                                   # (b, h, max_len, e) each
+        keys[rows, :, at], values[rows, :, at] = k.transpose(1, 2), v.transpose(1, 2)  # (b, m, h, e) on both sides
 
     def denoise(self, u, state, lengths, rope):
         """One noisy block u (b, l, d): attends to the cached prefix and to itself, writes nothing."""
@@ -238,7 +241,8 @@ class Mamba2(nn.Module):
         d, di, n = config.d_model, config.d_inner, config.d_state
         self.heads, self.d_inner, self.d_state = di // config.mamba_head_dim, di, n
         self.chunk_len = config.chunk_len
-        self.in_proj = nn.Linear(d, 2 * di + 2 * n, bias=False)                # z, x, B, C
+        # Parameters of z, x, B and C, and those of dt; `projection` joins them.
+        self.in_proj = nn.Linear(d, 2 * di + 2 * n, bias=False)
         self.dt_proj = nn.Linear(d, self.heads, bias=False)
         self.conv_weight = nn.Parameter(torch.empty(di + 2 * n, config.conv_width))
         self.conv_bias = nn.Parameter(torch.empty(di + 2 * n))
@@ -259,15 +263,15 @@ class Mamba2(nn.Module):
     def forward(self, u, conv=None, ssm=None, block_len=None, want_states=True):
         """
         Scans u (r, s, d) from the boundary state conv (r, w-1, c), ssm (r, h, p, n); None for zeros. Returns y
-        (r, s, d), and the conv and ssm states before every block and at the end, (r, k + 1, w-1, c) and
-        (r, k + 1, h, p, n) with k = s / block_len, or 1 without block_len. With want_states=False the caller
-        ignores the states.
+        (r, s, d) and the states before each of the k = s / block_len blocks and after the last one: convs
+        (r, k + 1, w-1, c), ssms (r, k + 1, h, p, n). Without block_len, k is 1. With want_states=False the states
+        may be None.
         """
         di, n, h = self.d_inner, self.d_state, self.heads
 
         # 1. Project: the gate z; x, B and C, which the convolution mixes; the step sizes dt.
         proj = F.linear(u, self.projection())                                  # (r, s, di + c + h + padding)
-        z, xBC, dt, _ = proj.split([di, di + 2 * n, h, proj.size(-1) - 2 * (di + n) - h], -1)
+        z, xBC, dt, _ = proj.split([di, di + 2 * n, h, proj.size(-1) - 2 * (di + n) - h], -1)  # xBC (r, s, c)
 
         # 2. Convolve. The last w-1 columns of a block, before convolution, are the state for the next block.
         if conv is None:
@@ -275,7 +279,7 @@ class Mamba2(nn.Module):
         convs = ops.conv_boundaries(xBC, conv, block_len) if want_states else None
         x, B, C = ops.causal_conv(xBC, self.conv_weight, self.conv_bias, conv).split([di, n, n], -1)
 
-        # 3. Scan: s_i = exp(dt_i A) s_{i-1} + dt_i x_i B_i^T,  y_i = s_i C_i + D x_i, with dt > 0 > A.
+        # 3. Scan: s_i = exp(dt_i A) s_{i-1} + dt_i x_i B_i^T,  y_i = s_i C_i + D x_i. With dt > 0 > A states decay.
         dtype = ops.at_least_fp32(u.dtype)
         dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))                 # (r, s, h)
         y, ssms = ops.ssd_scan(x.unflatten(-1, (h, -1)), dt, -torch.exp(self.A_log.to(dtype)), B, C, self.D,
@@ -296,13 +300,15 @@ class BiMamba(nn.Module):
     def scan_both(self, u, conv=None, ssm=None):
         """Eq. partial-reverse: noisy blocks u (r, l, d) forward from their boundary states, and in reverse inside
         each block alone, from zeros. Nothing to the right of the block is ever read, so no cache depends on it."""
-        y_fwd = self.fwd(u, conv, ssm, want_states=False)[0]
+        y_fwd = self.fwd(u, conv, ssm, want_states=False)[0]                   # Eq. 11: position i saw 0..i
         if not self.reverse_scan:
             return y_fwd
-        return y_fwd + self.rev(u.flip(1), want_states=False)[0].flip(1)       # (r, l, d)
+        y_rev = self.rev(u.flip(1), want_states=False)[0].flip(1)              # Eq. 12: position i saw i..l-1
+        return y_fwd + y_rev                                                   # Eq. 13, (r, l, d)
 
     def two_stream(self, clean, noisy, rope, masks, last):
-        """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes."""
+        """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes. In the last layer nobody reads the clean output,
+        but the scan that makes the states makes it as well."""
         if clean.size(1) == 0:                          # a full-sequence model: one block after nothing
             return clean, self.scan_both(noisy)
         # One clean scan leaves the state before every block (eq. boundary-state). It never adds a reverse
@@ -310,9 +316,12 @@ class BiMamba(nn.Module):
         y, conv, ssm = self.fwd(clean, block_len=noisy.size(1))                # states (b, k, ...)
         if self.detach_prefix:
             conv, ssm = conv.detach(), ssm.detach()
-        # All noisy blocks run as one batch of b * k rows, each from its own state. Nothing is detached, so a
-        # block's loss trains the prefix that it starts from (eq. prefix-cache-gradient).
+        # All noisy blocks run as one batch of b * k rows, each from its own state: block j from what clean block
+        # j - 1 left, the first from zeros. Nothing is detached, so a block's loss trains the prefix that it starts
+        # from (eq. prefix-cache-gradient).
         return y, self.scan_both(noisy, conv.flatten(0, 1), ssm.flatten(0, 1))
+
+    # A scan knows its place from its state: lengths, rope and block_len are for attention.
 
     def extend(self, u, state, lengths, rope, block_len):
         """Finished blocks u (b, m, d): continues the forward scan and moves the cached state to its end."""
@@ -347,7 +356,7 @@ class Layer(nn.Module):
         (m, 1, d), or None where nothing is modulated."""
         if c is None:
             return (None,) * 6
-        parts = self.adaln(c).chunk(2 if self.hybrid else 6, -1)
+        parts = self.adaln(c).chunk(2 if self.hybrid else 6, -1)               # (m, 1, d) each
         return (*parts, *(None,) * (6 - len(parts)))
 
     def enter(self, h, mod):
@@ -415,7 +424,7 @@ class BlockDiffusionLM(nn.Module):
                 nn.init.normal_(module.weight, std=residual if into_residual else 0.02)
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
-            if name.endswith("adaln") or name == "head":
+            if name.endswith("adaln") or name == "head":        # every gated layer starts as the identity
                 nn.init.zeros_(module.weight)
             if isinstance(module, Mamba2):
                 bound = self.config.conv_width ** -0.5
@@ -423,7 +432,7 @@ class BlockDiffusionLM(nn.Module):
                 nn.init.uniform_(module.conv_bias, -bound, bound)
                 module.A_log.uniform_(1, 16).log_()
                 dt = module.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp()
-                module.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+                module.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))        # softplus of this is dt
                 nn.init.ones_(module.D)
 
     @property
@@ -459,19 +468,21 @@ class BlockDiffusionLM(nn.Module):
 
     def rope_after(self, lengths, count):
         """Tables (b, 1, count, head_dim / 2) of the `count` positions after each of lengths (b,). The lengths
-        stay on the device: nothing waits for them."""
+        stay on the device: nothing waits for them, so nothing is checked. `new_cache` made the table long enough."""
         at = lengths[:, None] + torch.arange(count, device=lengths.device)
         return self._rope[1][:, at][:, :, None].unbind()
 
     def condition(self, t):
-        """Conditioning of noisy tokens (m, 1, d) from t (m,); of t = 0 where the model takes no t."""
+        """Conditioning of noisy tokens (m, 1, d) from t (m,). A model that takes no t gets that of t = 0: one learned
+        constant (1, 1, d)."""
         if not self.config.time_conditioning:
             t = torch.zeros(1, device=self.embed.weight.device)
         return F.silu(self.time(t))
 
     def condition_clean(self):
-        """Conditioning of clean tokens: never t, or the cache would depend on it (eq. timestep-cache-bad). With
-        timestep conditioning they have none at all (eq. cacheable-adaln)."""
+        """Conditioning of clean tokens. It never contains t, or the cache would depend on t (eq. timestep-cache-bad).
+        In models with timestep conditioning clean tokens are not modulated at all (eq. cacheable-adaln); in the others
+        they get the same constant as noisy ones."""
         return None if self.config.time_conditioning else self.condition(None)
 
     def final(self, h, c):
@@ -503,8 +514,8 @@ class BlockDiffusionLM(nn.Module):
         dtype = self.residual_dtype(x0.device)
         # The clean stream stops before the last block, which no block can see.
         clean = self.embed(x0[:, :s - l]).to(dtype)                            # (b, s - l, d)
-        noisy = self.embed(xt).view(-1, l, self.config.d_model).to(dtype)      # (b * k, l, d)
-        c_clean, c_noisy = self.condition_clean(), self.condition(t.reshape(-1))
+        noisy = self.embed(xt).view(-1, l, self.config.d_model).to(dtype)      # (b * k, l, d): row i * k + j is block j
+        c_clean, c_noisy = self.condition_clean(), self.condition(t.reshape(-1))               # (b * k or 1, 1, d)
         rope, masks = self.rope(s), ops.two_stream_masks(s, l, x0.device)
         for i, layer in enumerate(self.layers):
             last = i + 1 == len(self.layers)
@@ -517,9 +528,9 @@ class BlockDiffusionLM(nn.Module):
 
     def draw_noise(self, x0, generator=None, stratum=(0, 1)):
         """
-        t (b, k) ~ U(1e-3, 1), for a stratum (j, n) the j-th of n equal parts of it, and is_masked
-        (b, s), each token with probability t of its block. generator: None, a torch.Generator, or a
-        list of b, which makes the noise of a sequence independent of the batch that it is in.
+        Noise levels t (b, k), uniform on [1e-3, 1], and is_masked (b, s), each token with probability t of its block.
+        stratum (j, n): t comes from the j-th of n equal parts of that interval. generator: None, a torch.Generator,
+        or a list with one for each sequence, whose noise then does not depend on the batch that it is in.
         """
         (b, s), (j, n) = x0.shape, stratum
         k = s // self.block_len_for(s)
@@ -529,7 +540,7 @@ class BlockDiffusionLM(nn.Module):
         else:
             u = torch.stack([torch.rand(k + s, generator=g) for g in generator])
         u = u.to(x0.device)                                                    # (b, k + s): levels, then tokens
-        t = 1e-3 + (1 - 1e-3) * (j + u[:, :k]) / n
+        t = 1e-3 + (1 - 1e-3) * (j + u[:, :k]) / n                             # never 0: the weight is 1 / t
         return t, u[:, k:] < t.repeat_interleave(s // k, 1)
 
     def forward(self, x0, generator=None):
@@ -556,8 +567,8 @@ class BlockDiffusionLM(nn.Module):
         """An empty cache for `batch` rows of at most max_len finished tokens each, and an active block
         of block_len (the model's own by default) after them. Raises ModelError past the capacity."""
         c, weight = self.config, self.embed.weight
-        self.rope(max_len)
-        self.rope(min(max_len + (block_len or c.block_len), c.rope_capacity))
+        self.rope(max_len)                              # raises past the capacity
+        self.rope(min(max_len + (block_len or c.block_len), c.rope_capacity))  # the active block's positions as well
         kv = (batch, c.n_head, max_len, c.d_model // c.n_head)
         conv = (batch, c.conv_width - 1, c.d_inner + 2 * c.d_state)
         ssm = (batch, c.d_inner // c.mamba_head_dim, c.mamba_head_dim, c.d_state)
@@ -569,9 +580,9 @@ class BlockDiffusionLM(nn.Module):
 
     @torch.no_grad()
     def prefill(self, x0, cache, chunk_tokens=4096, on_chunk=None):
-        """Appends finished blocks x0 (b, m), m a whole number of blocks, in chunks of about chunk_tokens
-        over all rows, lest a tensor reach 2^31 elements; on_chunk(n) is called after n more tokens of
-        each row. ModelError when the cache is too small."""
+        """Reads finished blocks x0 (b, m) into the cache, m a whole number of blocks. At most about chunk_tokens, over
+        all rows, go through the model at a time: a tensor of 2^31 elements would fail. on_chunk(n) is called after n
+        more tokens of each row. Raises ModelError when the cache is too small."""
         if x0.size(1) == 0:
             return
         if self.config.full_sequence:
@@ -586,7 +597,7 @@ class BlockDiffusionLM(nn.Module):
             h, rope = self.embed(x), self.rope_after(cache.lengths, x.size(1))
             for layer, state in zip(self.layers, cache.layers):
                 h = layer.extend(h, c, state, cache.lengths, rope, l)
-            cache.lengths += x.size(1)
+            cache.lengths += x.size(1)                  # after all layers: each has appended behind the old length
             if on_chunk:
                 on_chunk(x.size(1))
 
@@ -632,16 +643,17 @@ def train_flops(config, s, masked=0.5):
     total = s * masked * 2 * d * v
     for i in range(config.n_layer):
         inside = 0 if i == config.n_layer - 1 else clean    # clean tokens that go past the mixer
-        total += (s + inside) * 2 * 8 * d * d
+        total += (s + inside) * 2 * 8 * d * d               # the MLP
         if i % config.attn_every == 0:
             area = l * l * (k * (k - 1) // 2 + k)           # noisy: earlier clean blocks and its own
             area += l * l * k * (k - 1) // 2 if inside else 0
+            # qkv and the output projection; of a last layer's clean tokens keys and values alone; scores and values
             total += (s + inside) * 2 * 4 * d * d + (clean - inside) * 2 * 2 * d * d + 4 * area * d
         else:
             c = min(config.chunk_len, l)
             project = 2 * d * (2 * di + 2 * n + di // config.mamba_head_dim) + 2 * di * d
             scan = 2 * c * n + 2 * c * di + 4 * n * di      # scores, times x, state in and out
-            total += (2 * s + clean) * (project + scan)
+            total += (2 * s + clean) * (project + scan)     # noisy tokens both ways, clean ones forward
     return 3 * total
 
 

@@ -142,7 +142,7 @@ def pass_states(local, log_decay, initial):
 def segsum(a):
     """
     (..., l) -> (..., l, l): entry [i, j] is the sum of a over j+1..i, and -inf above the diagonal.
-    Summed under a mask: the difference of two cumulative sums would cancel over long sequences.
+    A cumulative sum under a mask: the difference of two cumulative sums would lose precision.
     """
     l = a.size(-1)
     below = torch.ones(l, l, dtype=torch.bool, device=a.device).tril(-1)
@@ -220,9 +220,10 @@ def two_stream_mask(q, kv, block_len, n_clean):
 @replaceable
 def two_stream_masks(s, block_len, device):
     """
-    The rule above for s tokens in blocks of block_len, in the form that `two_stream_attention` takes (the two are
-    replaced together): a pair for clean queries (over clean keys) and for noisy queries (over clean then noisy
-    keys). None with a single block, where a noisy token sees everything.
+    The rule above for s tokens in blocks of block_len: boolean masks (n_clean, n_clean) for clean queries and
+    (s, n_clean + s) for noisy queries, whose keys are clean tokens, then noisy ones. (None, None) for a single block:
+    there are no clean tokens, and every noisy token sees every other. A faster `two_stream_attention` may want another
+    form, so the two are replaced together.
     """
     n_clean = s - block_len
     if n_clean == 0:
@@ -255,9 +256,9 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
     Attention of new tokens to a cache and to themselves, block-causally.
 
     q, k, v (b, h, m, e): m new tokens in whole blocks of block_len; a token sees the cache, the new
-    blocks before its own, and its own block both ways. Of a single block, q may hold any of the tokens:
-    all see the same. k_cache, v_cache (b, h, max_len, e): row i sees the first lengths[i] positions;
-    nothing after them need hold anything. lengths (b,) int64. Returns the shape of q.
+    blocks before its own, and its own block both ways. With a single block, q may hold some of its queries
+    alone, since all see the same keys. k_cache, v_cache (b, h, max_len, e): row i sees the first lengths[i]
+    positions; the rest may be uninitialised. lengths (b,) int64. Returns the shape of q.
     """
     m, shortest, longest = k.size(2), int(lengths.min()), int(lengths.max())
     keys = torch.cat([k_cache[:, :, :longest], k], 2)                          # (b, h, longest + m, e)
@@ -306,7 +307,8 @@ def cross_entropy_tile(logits, target, weight, n_classes):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The gradient is made beside the loss, tile by tile: three products in all, nothing redone."""
+    """Forward makes loss and gradients tile by tile, in three products; backward only scales them. Logits are never
+    kept."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda")
@@ -337,12 +339,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 # ----------------------------------------------------------------------------------------------
-# Draws. A random number is a function of its row's seed and of what it is for; there is no generator whose
-# state moves on. So it does not depend on the rows beside it, on the engine or on the device.
+# Draws. A random number is a pure function of (seed, stream, index, step, begin). No generator has a state, so a
+# draw does not depend on the batch, the engine or the device.
 
 def philox(seed, *counters):
-    """Four random words of a seed and four counters, int64 tensors that broadcast; of each counter the lower 32
-    bits count, and each word has 32: Philox4x32-10 (Salmon et al. 2011)."""
+    """Philox4x32-10 (Salmon et al. 2011): a seed and four counters, int64 tensors that broadcast -> four random 32-bit
+    words, in int64. Of each counter only the low 32 bits are used."""
     low = 0xFFFFFFFF
     a, b, c, d = (n & low for n in counters)
     k0, k1 = seed & low, (seed >> 32) & low
@@ -377,7 +379,8 @@ def gumbel_argmax(logits, at, seed, step, begin):
     """
     v, drawn = logits.size(-1), []
     seed, step, begin = (x[:, None, None] for x in (seed, step, begin))
-    pairs, few = torch.arange(-(-v // 2), device=logits.device), max(1, 2 ** 17 // v)   # few stay in a CPU's cache
+    # few: positions at a time, so that their noise fits into a CPU's cache
+    pairs, few = torch.arange(-(-v // 2), device=logits.device), max(1, 2 ** 17 // v)
     for x, position in zip(logits.split(few, 1), at[..., None].split(few, 1)):
         u = torch.cat(_uniforms(seed, pairs, position, step, begin), -1)[..., :v]
         drawn.append((x.double() - (-torch.log1p(-u)).log()).argmax(-1))

@@ -44,7 +44,7 @@ def pick_device(name):
 
 
 def has_fast():
-    """Whether the folder fast/ is here: asked of its file, for an ImportError could as well be a mistake in it."""
+    """Whether the folder fast/ is here. Looks for its file: an ImportError could also be a mistake inside fast/."""
     return (ROOT / "fast" / "__init__.py").is_file()
 
 
@@ -189,12 +189,13 @@ class ShardedAdamW:
         names = {p: name for name, p in model.named_parameters()}
         for group in model.param_groups(weight_decay):
             sizes = [p.numel() for p in group["params"]]
-            padded = -(-sum(sizes) // world) * world
+            padded = -(-sum(sizes) // world) * world    # every rank has an equal slice
             first = group["params"][0]
             flat, grad = first.new_zeros(padded), first.new_zeros(padded)
             places, at = {}, 0
             for p, size in zip(group["params"], sizes):
                 flat[at:at + size] = p.detach().flatten()
+                # From here on both are views of the buffers: never set p.grad to None, nor p.data to another tensor.
                 p.data, p.grad = flat[at:at + size].view_as(p), grad[at:at + size].view_as(p)
                 places[names[p]] = (at, p.shape)
                 at += size
@@ -203,14 +204,15 @@ class ShardedAdamW:
             self.flats.append(dict(flat=flat, grad=grad, shard=shard, places=places, part=part,
                                    weight_decay=group["weight_decay"]))
             if world > 1:
-                dist.broadcast(flat, 0)
+                dist.broadcast(flat, 0)                 # all ranks start from the first one's weights
                 shard.copy_(flat[part])
         self.adamw = torch.optim.AdamW(
             [dict(params=[f["shard"]], weight_decay=f["weight_decay"]) for f in self.flats],
             lr=lr, betas=betas, eps=1e-8, fused=self.flats[0]["flat"].is_cuda)
 
     def reduce(self):
-        """Sums gradients over ranks, each rank keeping its slice. Returns the global norm, a tensor."""
+        """Sums gradients over ranks, each rank keeping its slice: the loss was divided by the whole batch already.
+        Returns the global norm, a tensor; slices do not overlap, so their squares add up."""
         square = 0
         for f in self.flats:
             if self.world == 1:
@@ -261,8 +263,8 @@ class ShardedAdamW:
         return out if self.rank == 0 else None
 
     def load_state_dict(self, saved):
-        """Takes this rank's slice of a state saved on any number of ranks, and of the model's parameters, which have
-        been loaded before."""
+        """Call it after model.load_state_dict: copies this rank's slice of the parameters and of the saved moments,
+        which any number of ranks may have written."""
         for f in self.flats:
             f["shard"].copy_(f["flat"][f["part"]])
             state = dict(step=torch.tensor(float(saved["step"]), device=f["shard"].device

@@ -4,8 +4,8 @@ eq. partial-reverse). All four models; a full-sequence model is one block as lon
 
     python sample.py                                            # continue from out/ckpt.pt
     python sample.py --prompt "def " --length 1000 --watch      # see each block being unmasked
-    python sample.py --prompt_file=book.txt --save_cache=book   # read it once, go on with
-    python sample.py --load_cache=book --prompt " Then"         # this text after it, or with none
+    python sample.py --prompt_file=book.txt --save_cache=book   # save the prompt's cache
+    python sample.py --load_cache=book --prompt " Then"         # continue from it, this text after it
 
 `generate` is the loop to read and to import; what a step reveals is in decoders.py.
 """
@@ -35,9 +35,9 @@ checkpoint = ""                         # another checkpoint file, or a folder w
 init = ""                               # "random": untrained weights of model_config
 model_config = ""                       # a file of config/ or its name, for --init=random
 prompt = ""                             # text to continue; empty: a new document
-prompt_file = ""                        # or a UTF-8 file that holds it
-save_cache = ""                         # keep the prompt here as the model has read it
-load_cache = ""                         # such a file: it comes before the prompt
+prompt_file = ""                        # a UTF-8 file with the prompt
+save_cache = ""                         # write the prompt's cache to this file
+load_cache = ""                         # read such a file; the prompt continues its text
 length = 512                            # tokens to generate
 num_samples = 1                         # rows generated side by side
 order = "random"                        # random, confidence, threshold or first_hitting
@@ -108,8 +108,8 @@ def open_engine(wanted, model, dtype=torch.float32, compile=False):
     """
     The model to generate with, and new_decoder(model, cache, sampler, block_len) for it. wanted: "simple", the class
     above; "fused", fast/ with prepared weights; "graphs", the same in CUDA graphs; "auto", graphs on a GPU and simple
-    elsewhere. "simple" casts the model in place, the others prepare a copy. Raises ConfigError for an engine that
-    cannot run. All engines draw the same tokens, up to rounding.
+    elsewhere. Side effect: "simple" casts the weights of `model` in place; the others work on a copy. Raises ConfigError
+    for an engine that cannot run. All engines draw the same tokens, up to rounding.
     """
     check(dict(engine=wanted), choices=dict(engine=ENGINES))
     on_gpu = model.embed.weight.is_cuda
@@ -161,19 +161,21 @@ def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=No
     for i, (prompt, start) in enumerate(zip(prompts, starts)):
         active[i, :len(prompt) - start] = prompt[start:]
     masked = (active == c.mask_id).sum(1).tolist()
-    started, ended = now(device), [False] * len(rows)
+    started = now(device)
 
     for block in range(n_blocks):
         if block:
             decoder.commit(x0)
         x0 = decoder.decode(active, masked, on_step)                           # (b, l), no mask left
         for i in range(len(rows)):
+            # The first block repeats the end of the prompt: only what comes after `known` is new. A row that has ended
+            # stays cut at its total while the batch runs on for the others.
             known = max(len(prompts[i]), len(rows[i]))
             rows[i] = torch.cat([rows[i], x0[i]])[:totals[i]]
             new = rows[i][known:]
-            if stop_token is not None and not ended[i] and (new == stop_token).any():
+            if stop_token is not None and (new == stop_token).any():
                 totals[i] = known + int((new == stop_token).nonzero()[0]) + 1
-                rows[i], ended[i] = rows[i][:totals[i]], True
+                rows[i] = rows[i][:totals[i]]
             if on_block:
                 on_block(i, rows[i][known:])
         if all(len(row) == total for row, total in zip(rows, totals)):
@@ -197,6 +199,7 @@ def generate_naive(model, prompt, length, sampler):
         block = ActiveBlock(len(tokens), l, sampler, tokens.device, timed=True)
         block.start(xt, torch.tensor(start))
         for _ in block.steps([l - known.size(1)]):
+            # Finished blocks are clean in both streams. The last one, which holds masks, has no place in the clean one.
             x, t = torch.cat([finished, block.xt], 1), block.noise_level()
             hidden = model.all_block_hidden(x, x, t[:, None].expand(-1, x.size(1) // l))[:, start:]
             block.reveal(lambda at: model.token_logits(take(hidden, at)))
@@ -230,8 +233,8 @@ def plan(config, prompts, length):
 
 
 def read_prompts(model, cache, prompts, starts, prefix, on_read=None):
-    """Prefills every row up to its start, what `prefix` or an equal prompt has been read for by
-    copying. Returns the tokens that the rows hold."""
+    """Prefills every row up to its start. What was read already, as `prefix` or for an equal prompt above, is copied.
+    Returns the tokens that the rows hold."""
     rows = []
     for i, (prompt, start) in enumerate(zip(prompts, starts)):
         mine, known = cache.rows(i, i + 1), prefix.cache if prefix else None
@@ -297,8 +300,8 @@ def read_text():
 
 class Printer:
     """
-    Shows the prompt, after a bar while a long one is read, and the generated text as it comes. Under the
-    text, on a terminal's stderr, stand its progress and with --watch the active block.
+    Prints the prompt to stdout, then text as it is generated. On a terminal, stderr shows a bar while a long prompt
+    is read, then a line of progress below the text and, with --watch, the active block.
     """
 
     def __init__(self, tokenizer, prompt, unread, known, total, mask_id):

@@ -208,7 +208,7 @@ def main():
     if data == "data/stdlib" and not os.path.exists(os.path.join(data, "meta.json")) and master:
         say("preparing data/stdlib from this Python's own source files")
         data_module.prepare_stdlib(data)
-    parallel.sum([0])                                       # the others wait for rank 0
+    parallel.sum([0])                                       # a barrier: nobody reads data that rank 0 still writes
     train_data = TokenData(data, "train", tokenizer)
     val_data = TokenData(data, "val", tokenizer)
     val = val_data.sequences(seq_len, eval_sequences)

@@ -97,7 +97,7 @@ class FastDecoder:
                     self.denoise(commit)
             torch.cuda.current_stream().wait_stream(side)
             self.clear()
-            # A recording that fails leaves its own stream behind as the current one, hence the first.
+            # A recording that fails leaves its own stream as the current one; the outer context restores ours.
             with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
                 self.denoise(commit)
             self.graphs[commit] = graph
@@ -110,8 +110,8 @@ class FastDecoder:
 
 def new_decoder(wanted, model, cache, sampler, block_len):
     """
-    The FastDecoder of an engine: "fused", "graphs", or "auto", which is graphs, and the same steps without them and
-    with the reason, printed once, where they cannot be recorded. Asked for "graphs", that is a ConfigError.
+    Builds the FastDecoder of an engine. "graphs": its steps are CUDA graphs; ConfigError where they cannot be recorded.
+    "auto": graphs too, but where they cannot be recorded it prints why, once, and runs without. "fused": no graphs.
     """
     why = ""
     if wanted != "fused" and "cached_attention" not in ops.FAST:

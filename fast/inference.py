@@ -1,10 +1,11 @@
 """
-Weights and products rearranged for generation: savings that training cannot have, equal up to rounding.
-In what `inference_model` returns, the constant modulation of models without timestep conditioning is part of
-norms and projections, the two directions of a Mamba layer (eq. partial-reverse) are one mixer of double
-width, products of few rows have forms that a GPU is faster at, what a layer adds to the residual stream
-waits for the norm that reads it next, a finished block is committed in one pass with the first step of the
-next one, and the last layer works on the positions alone that a step may reveal.
+`inference_model` rearranges weights for generation. The results are equal up to rounding.
+  1. Constant modulation, of models without timestep conditioning, is folded into norms and projections.
+  2. Both directions of a Mamba layer (eq. partial-reverse) become one mixer of double width.
+  3. Products of few rows are cut in two, and take the GELU after them in.
+  4. Each addition to the residual stream is made by the norm that reads it next.
+  5. A finished block is committed in the same pass as the first step of the next block.
+  6. The last layer works on the positions alone that the step may reveal.
 
     python -m pytest tests/test_sample.py -k fused      prepared weights give the same tokens
     python bench.py sample                              what they save
@@ -25,10 +26,9 @@ LONGEST = 512                           # tokens of a block that the merged mixe
 
 
 def linear_in_parts(x, weight, ways=1):
-    """Returns P partial products (P, ..., d) that sum to x W^T. x (..., k), weight (d, k). P is 2 where cutting the
-    sum in half is faster: a product with few rows and a long sum leaves most of a GPU idle (256 x 4352 x 1088 takes
-    an H200 11 us where its limit is 4, in two parts 8), and the addition after it adds the parts anyway. ways=2: x
-    joins two inputs, which must stay apart."""
+    """Returns P partial products (P, ..., d) that sum to x W^T. x (..., k), weight (d, k). On a GPU a product of few
+    rows is cut in two: two short sums keep more of it busy than one long sum, and the addition that follows adds both
+    at no cost. ways=2: x joins two inputs, whose products must stay apart."""
     rows, k = x.numel() // x.size(-1), x.size(-1)
     cut = x.device.type in CUT_ON and rows <= FEW_ROWS and k % 16 == 0
     parts = 2 if cut else ways
@@ -52,8 +52,8 @@ linear_gelu.register_fake(lambda x, weight, bias: x.new_empty(*x.shape[:-1], len
 
 
 # ----------------------------------------------------------------------------------------------
-# Mixers. They return (parts, power), see plain.join_parts: what is still to be added to the residual stream.
-# at (b, m): the positions of the active block that are asked for; None: all of them.
+# Mixers. They return (parts, power): partial products that are still to be summed, and the mean squares of a norm that
+# is still to be applied, or None. plain.join_parts makes the sum. at (b, m): positions to return; None: all of them.
 
 class InferenceAttention:
     """The two paths of an Attention; its output projection comes in parts."""
@@ -71,9 +71,9 @@ class InferenceAttention:
         return self.merge(ops.cached_attention(q, k, v, *state, lengths, u.size(1)))
 
     def commit_and_denoise(self, u, state, lengths, rope, at=None, last=False):
-        """u (2 b, l, d): finished blocks, then the active blocks after them, which see one block more of the cache:
-        lengths (2 b,). That block is appended first, so they find it there; a finished block reads its own keys from
-        u. In the last layer the finished blocks only leave their keys and values."""
+        """u (2 b, l, d): b finished blocks, then the b active blocks that follow them. lengths (2 b,): cached tokens
+        that each row sees. Keys and values of the finished blocks are appended first, so the active blocks find them in
+        the cache; finished blocks read their own from u. last: returns the active blocks alone."""
         q, k, v = self.mixer.project(u, rope)
         b = len(u) // 2
         self.mixer.append(k[:b], v[:b], state, lengths[:b])
@@ -86,8 +86,8 @@ class InferenceMamba:
     """
     Both directions of a BiMamba as one mixer of double width: one projection in, one convolution, one
     scan, one projection out. Direction is an axis of two after the tokens, which stay in their order:
-    nothing is flipped or copied. The norm before the projection out divides a token by one number, which
-    the sum after it does as well, and its weight is part of the projection.
+    nothing is flipped or copied. The norm before the projection out divides each token by one number, so the
+    division can come after the projection, with the sum (plain.join_parts); its weight is folded into the projection.
     """
 
     @torch.no_grad()
@@ -108,7 +108,7 @@ class InferenceMamba:
         self.D = torch.stack([m.D for m in pair]).to(exact)
 
     def takes(self, u):
-        """Not a single direction, nor blocks of more tokens than the kernels scan in one row."""
+        """Whether the merged mixer can run: with both directions, on blocks of at most LONGEST tokens."""
         return self.mixer.reverse_scan and u.size(1) <= LONGEST
 
     def denoise(self, u, state, lengths, rope, at=None):
@@ -158,9 +158,9 @@ class InferenceMamba:
 
 class InferenceLayer(Layer):
     """
-    A layer with products and mixers in these forms. Additions to the residual stream wait for the norm
-    that reads it, a pass less over it: between layers it is (h, parts, bias), which plain.add_norm sums.
-    `extend`, with which a prompt is read, is the plain layer's.
+    A layer with products and mixers in these forms. Between layers the residual stream is (h, parts, bias): h and an
+    addition to it that waits for the next norm (plain.add_norm), which saves a pass over memory. `extend`, which reads
+    prompts, is the plain layer's.
     """
 
     def __init__(self, layer, dtype):
