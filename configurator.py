@@ -83,10 +83,10 @@ def parse_value(text, default):
 
 
 def find_config(path):
-    """The path of a config file: as it is named, or seen from the repository's folder, so that config/NAME.py is found
-    from anywhere. Raises ConfigError with the names that there are."""
+    """The path of a config file: as it is named, seen from the repository's folder, or the bare name of one in config/.
+    Raises ConfigError with the names that there are."""
     root = os.path.dirname(os.path.abspath(__file__))
-    for found in (path, os.path.join(root, path)):
+    for found in (path, os.path.join(root, path), os.path.join(root, "config", f"{path}.py")):
         if os.path.isfile(found):
             return found
     known = sorted(name[:-3] for name in os.listdir(os.path.join(root, "config")) if name.endswith(".py"))

@@ -608,9 +608,7 @@ class BlockDiffusionLM(nn.Module):
     @torch.no_grad()
     def denoise_hidden(self, xt, cache, t):
         """Hidden states (b, l, d) of the active block, see `denoise`."""
-        if not self.config.full_sequence and xt.size(1) != self.config.block_len:
-            raise ModelError(f"this model was trained with blocks of {self.config.block_len} tokens and "
-                             f"cannot denoise a block of {xt.size(1)}")
+        self.check_active(xt)
         h, c = self.embed(xt), self.condition(t)
         rope = self.rope_after(cache.lengths, xt.size(1))
         for layer, state in zip(self.layers, cache.layers):
@@ -620,6 +618,12 @@ class BlockDiffusionLM(nn.Module):
     def denoise(self, xt, cache, t):
         """Logits (b, l, v) of the active block xt (b, l) at noise level t (b,). Reads the cache."""
         return self.logits(self.denoise_hidden(xt, cache, t))
+
+    def check_active(self, xt):
+        """Raises ModelError for an active block xt (b, l) of another length than the model was trained with."""
+        if not self.config.full_sequence and xt.size(1) != self.config.block_len:
+            raise ModelError(f"this model was trained with blocks of {self.config.block_len} tokens and "
+                             f"cannot denoise a block of {xt.size(1)}")
 
 
 def cast_for_inference(model, dtype):
@@ -662,8 +666,6 @@ def train_flops(config, s, masked=0.5):
 def config_from_file(path):
     """The ModelConfig that a config file, or the bare name of one in config/, describes; its training
     settings are left aside. Raises ConfigError for a file that cannot be used, or ModelError."""
-    known = os.path.join(os.path.dirname(os.path.abspath(__file__)), "config", f"{path}.py")
-    path = known if os.path.isfile(known) and not os.path.isfile(path) else path
     defaults = dataclasses.asdict(ModelConfig())
     settings = read_file(path, defaults)
     return ModelConfig(**{k: fit(k, v, defaults[k], path) for k, v in settings.items() if k in defaults})

@@ -260,7 +260,10 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
     alone, since all see the same keys. k_cache, v_cache (b, h, max_len, e): row i sees the first lengths[i]
     positions; the rest may be uninitialised. lengths (b,) int64. Returns the shape of q.
     """
-    m, shortest, longest = k.size(2), int(lengths.min()), int(lengths.max())
+    m = k.size(2)
+    if k_cache.size(2) == 0 and m == block_len:          # a full-sequence model: nothing to wait for the device for
+        return F.scaled_dot_product_attention(q, k, v)
+    shortest, longest = int(lengths.min()), int(lengths.max())
     keys = torch.cat([k_cache[:, :, :longest], k], 2)                          # (b, h, longest + m, e)
     values = torch.cat([v_cache[:, :, :longest], v], 2)
     if m == block_len and shortest == longest:           # every query sees every key

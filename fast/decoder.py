@@ -114,7 +114,7 @@ def new_decoder(wanted, model, cache, sampler, block_len):
     "auto": graphs too, but where they cannot be recorded it prints why, once, and runs without. "fused": no graphs.
     """
     why = ""
-    if wanted != "fused" and "cached_attention" not in ops.FAST:
+    if wanted != "fused" and cache.max_len and "cached_attention" not in ops.FAST:
         why = "they need the Triton kernels (--kernels=auto, pip install triton)"
     if wanted != "fused" and not why:
         try:

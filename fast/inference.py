@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 import ops
 from fast import plain
-from model import Attention, BlockDiffusionLM, Layer, cast_for_inference, modulate, take
+from model import Attention, BlockDiffusionLM, Layer, ModelError, cast_for_inference, modulate, take
 
 FEW_ROWS = 512                          # an active block and the one that is committed with its first step
 CUT_ON = ("cuda",)                      # devices on which products of few rows are cut in parts
@@ -92,8 +92,10 @@ class InferenceMamba:
 
     @torch.no_grad()
     def __init__(self, mixer, dtype):
-        pair, f = (mixer.fwd, mixer.rev), mixer.fwd
-        self.mixer, self.chunk_len = mixer, f.chunk_len
+        self.mixer, pair, f = mixer, (mixer.fwd, mixer.rev), mixer.fwd
+        if not mixer.reverse_scan:                      # then nothing is merged, see `takes`
+            return
+        self.chunk_len = f.chunk_len
         self.heads, self.d_inner, self.d_state = f.heads, f.d_inner, f.d_state
         self.inner = f.in_proj.out_features             # widths of z, x, B and C
         rows = [m.in_proj.weight for m in pair] + [m.dt_proj.weight for m in pair]
@@ -249,6 +251,7 @@ class InferenceModel(BlockDiffusionLM):
     @torch.no_grad()
     def denoise_hidden(self, xt, cache, t, at=None):
         """Hidden states (b, l, d) of the active block, or with at (b, m) of these positions alone, (b, m, d)."""
+        self.check_active(xt)
         stream, c = (self.embed(xt), None, None), self.condition(t)
         rope = self.active_rope(cache.lengths, xt.size(1))
         for layer, state, asked, _ in self.layers_with(cache, at):
@@ -268,6 +271,9 @@ class InferenceModel(BlockDiffusionLM):
             stream = layer.commit_and_denoise(stream, c_clean, c, state, lengths, rope, asked, last)
         cache.lengths += l
         return self.final(stream, c)
+
+    def all_block_hidden(self, x0, xt, t):
+        raise ModelError("this model was prepared for generation; train and score with the model that it was made from")
 
     def active_rope(self, lengths, count):
         """`rope_after`, which may be compiled here: an active block always has the same length."""

@@ -48,13 +48,15 @@ def imported(path):
     """(module of ours, whether inside a function) that a file imports, but for what its script part hands over to."""
     tree = ast.parse(path.read_text())
     tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "__name__" in ast.dump(node.test))]
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
+    inside = {inner for function in functions for inner in ast.walk(function)}
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         for name in names:
             if name in MODULES:
-                yield name, node not in tree.body
+                yield name, node in inside
 
 
 def test_imports_run_one_way():

@@ -15,6 +15,7 @@ import ops  # noqa: E402
 from configurator import ConfigError  # noqa: E402
 from fast import decoder, inference, plain  # noqa: E402
 from fast.inference import inference_model  # noqa: E402
+from model import ModelError  # noqa: E402
 from sample import generate, generate_naive, open_engine  # noqa: E402
 
 both_times = pytest.mark.parametrize("time_conditioning", [False, True])
@@ -92,14 +93,24 @@ def test_a_finished_block_is_in_the_cache_when_it_is_flushed():
             torch.testing.assert_close(a, b)
 
 
-def test_the_model_that_was_prepared_stays_valid():
-    model = make_model("mamba_h")
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_model_that_was_prepared_stays_valid(name):
+    model = make_model(name)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     x0, xt, t = make_batch(model)
     logits = model.all_block_logits(x0, xt, t)
-    inference_model(model, torch.float32)
+    generate_by("fused", model, prompts_of(3, 3), 13, make_sampler(model, 2))
     assert torch.equal(model.all_block_logits(x0, xt, t), logits)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and len(before) == len(model.state_dict())
+
+
+def test_a_prepared_model_refuses_what_it_cannot_do_in_a_sentence():
+    model = inference_model(make_model("mamba_h"), torch.float32)
+    x0, xt, t = make_batch(model)
+    with pytest.raises(ModelError, match="prepared for generation; train and score with"):
+        model.all_block_logits(x0, xt, t)
+    with pytest.raises(ModelError, match="trained with blocks of 8 tokens and cannot denoise a block of 4"):
+        model.denoise(xt[:, :4], model.new_cache(3, 8), t[:, 0])
 
 
 @pytest.mark.parametrize("k, parts", [(10, 1), (48, 2)])
