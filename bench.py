@@ -418,7 +418,7 @@ def check_settings():
                                 seq_len=0, dist_timeout=1))
     for name in ("lengths", "whole"):
         if not all(type(n) is int and n > 0 for n in globals()[name]):
-            raise ConfigError(f"{name} is {globals()[name]}; it is whole numbers above 0, such as "
+            raise ConfigError(f"{name} must be whole numbers above 0, but is {globals()[name]}; write them as "
                               f"[1024,65536]")
     check_file("out", out)
 

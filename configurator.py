@@ -156,21 +156,21 @@ def configure(namespace, argv=None):
     return settings
 
 
-def check(settings, least=None, above=None, below=None, choices=None):
+def check(settings, least=None, most=None, above=None, below=None, choices=None):
     """
-    Raises ConfigError for the first setting out of its bounds. By name: least, the smallest value; above
-    and below, what it must exceed or stay under; choices, all that it may be. A None passes.
+    Raises ConfigError for the first setting out of its bounds. By name: least and most, the smallest and the largest
+    value; above and below, what it must exceed or stay under; choices, all that it may be. A None passes.
     """
-    bounds = ((least, lambda v, b: v >= b, "is at least {}"), (above, lambda v, b: v > b, "is above {}"),
-              (below, lambda v, b: v < b, "is below {}"))
+    bounds = ((least, lambda v, b: v >= b, "at least"), (most, lambda v, b: v <= b, "at most"),
+              (above, lambda v, b: v > b, "above"), (below, lambda v, b: v < b, "below"))
     for table, holds, words in bounds:
         for name, bound in (table or {}).items():
             value = settings[name]
             if value is not None and not holds(value, bound):           # not for a NaN either
-                raise ConfigError(f"{name} is {value}; it {words.format(bound)}")
+                raise ConfigError(f"{name} must be {words} {bound}, but is {value}")
     for name, allowed in (choices or {}).items():
         if settings[name] not in allowed:
-            raise ConfigError(f"{name} is {settings[name]!r}; it is one of {', '.join(map(str, allowed))}")
+            raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, but is {settings[name]!r}")
 
 
 def check_file(name, path):

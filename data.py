@@ -407,7 +407,7 @@ class TokenData:
     def n_windows(self, seq_len):
         """Whole windows of seq_len tokens in the split. Raises DataError if there is none."""
         if seq_len < 1:
-            raise DataError(f"seq_len is {seq_len}; it is at least 1")
+            raise DataError(f"seq_len must be at least 1, but is {seq_len}")
         if self.n_tokens < seq_len:
             raise DataError(
                 f"{self.path}'s {self.split} split has {self.n_tokens:,} tokens, less than one "

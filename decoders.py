@@ -25,11 +25,8 @@ ORDER, TIME = -1, -2                    # stream ids of ops.uniform; token draws
 
 def check_decoder(settings):
     """Raises ConfigError for the first of a Sampler's settings, a dict, that makes no sense."""
-    check(settings, least=dict(tokens_per_step=1, threshold=0, temperature=0, top_k=0), above=dict(top_p=0),
-          choices=dict(order=ORDERS))
-    for name in ("threshold", "top_p"):
-        if settings[name] > 1:
-            raise ConfigError(f"{name} is {settings[name]}; it is at most 1")
+    check(settings, least=dict(tokens_per_step=1, threshold=0, temperature=0, top_k=0),
+          most=dict(threshold=1, top_p=1), above=dict(top_p=0), choices=dict(order=ORDERS))
 
 
 @dataclasses.dataclass
@@ -53,7 +50,7 @@ class Sampler:
             raise ConfigError("there are no seeds; give one for each row")
         for seed in self.seeds:
             if not isinstance(seed, int) or not -2 ** 63 <= seed < 2 ** 63:
-                raise ConfigError(f"a seed is {seed}; it is a whole number of at most 63 bits")
+                raise ConfigError(f"a seed must be a whole number of at most 63 bits, but one is {seed}")
         if self.order == "first_hitting":
             self.tokens_per_step = 1
 

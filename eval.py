@@ -552,7 +552,7 @@ def check_settings():
           choices=dict(score=("pll", "nelbo"), dtype=("auto", "float32", "bfloat16")))
     for name in ("checkpoint", "data", "tasks"):
         if not all(isinstance(word, str) and word for word in globals()[name]):
-            raise ConfigError(f"{name} is {globals()[name]}; it is names with commas between them, "
+            raise ConfigError(f"{name} must be names with commas between them, but is {globals()[name]}, "
                               f"and one that is a number is written as ./5")
     if not checkpoint:
         raise ConfigError("there is nothing to evaluate; name a file with --checkpoint=PATH")

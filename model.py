@@ -58,8 +58,8 @@ class ModelConfig:
             if not ok:
                 raise ModelError(message)
         for name, value in vars(self).items():
-            require(isinstance(value, bool) or value > 0, f"{name} is {value}; it must be above 0")
-        require(self.vocab_size > 1, "vocab_size is 1; it must be above 1, for the last id is the mask")
+            require(isinstance(value, bool) or value > 0, f"{name} must be above 0, but is {value}")
+        require(self.vocab_size > 1, "vocab_size must be above 1, but is 1: the last id is the mask")
         require(self.block_len <= self.seq_len and self.seq_len % self.block_len == 0,
                 f"seq_len {self.seq_len} does not hold whole blocks of block_len {self.block_len}; "
                 f"choose a block_len that divides it")

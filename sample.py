@@ -274,7 +274,7 @@ def open_model(device):
         torch.nn.init.normal_(model.head.weight, std=0.02)
         return model, get_tokenizer("bytes" if c.vocab_size == 258 else "gpt2")
     if init:
-        raise ConfigError(f"init is '{init}'; it is empty or 'random'")
+        raise ConfigError(f"init must be empty or 'random', but is '{init}'")
     path = checkpoint or os.path.join(out_dir, "ckpt.pt")
     path = os.path.join(path, "ckpt.pt") if os.path.isdir(path) else path
     if not os.path.exists(path):
@@ -394,8 +394,8 @@ def main():
     if save_cache:
         need_cache(c)
     model, new_decoder = open_engine(engine, model, weights, compile)
-    print(f"{n_params:,} parameters on {dev}, {chosen}, order {order}, "
-          f"{sampler.tokens_per_step} tokens a step, seed {seed}", file=sys.stderr)
+    pace = f"threshold {threshold}" if order == "threshold" else f"{sampler.tokens_per_step} tokens a step"
+    print(f"{n_params:,} parameters on {dev}, {chosen}, order {order}, {pace}, seed {seed}", file=sys.stderr)
     shown = tokenizer.decode(whole[whole != tokenizer.eot_token].tolist())
     printer = Printer(tokenizer, shown, start - (prefix.cache.max_len if prefix else 0),
                       (len(whole) - start) * num_samples, length * num_samples, c.mask_id)

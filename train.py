@@ -180,8 +180,11 @@ def check_settings():
         batch_size=1, micro_batch_size=0, seq_len=1, max_iters=1, warmup_iters=0, min_lr=0, weight_decay=0,
         grad_clip=0, beta1=0, beta2=0, seed=0, eval_interval=1, eval_sequences=0, eval_samples=1,
         log_interval=1, dist_timeout=1), above=dict(learning_rate=0),
-        below=dict(beta1=1, beta2=1, seed=2 ** 32, warmup_iters=max_iters),
+        below=dict(beta1=1, beta2=1, seed=2 ** 32),
         choices=dict(dtype=("auto", "float32", "bfloat16")))
+    if warmup_iters >= max_iters:
+        raise ConfigError(f"warmup_iters must be below max_iters ({max_iters}), but is {warmup_iters}; "
+                          f"add --warmup_iters=0")
     if not out_dir:
         raise ConfigError("out_dir is empty; name a folder for checkpoints and the log")
     path = os.path.join(out_dir, "ckpt.pt")

@@ -77,9 +77,10 @@ def test_bounds_and_choices_name_the_setting_and_what_it_may_be():
     bounds = dict(least=dict(max_iters=1), above=dict(learning_rate=0), below=dict(learning_rate=1),
                   choices=dict(out_dir=("out", "in")))
     check(space(), **bounds)
-    for wrong, message in ((dict(max_iters=0), "max_iters is 0; it is at least 1"),
-                           (dict(learning_rate=-1.0), "is above 0"), (dict(learning_rate=float("nan")), "is above 0"),
-                           (dict(learning_rate=1.0), "is below 1"), (dict(out_dir="on"), "'on'; it is one of out, in")):
+    for wrong, message in ((dict(max_iters=0), "max_iters must be at least 1, but is 0"),
+                           (dict(learning_rate=-1.0), "must be above 0"), (dict(learning_rate=float("nan")), "must be above 0, but is nan"),
+                           (dict(learning_rate=1.0), "must be below 1, but is 1.0"),
+                           (dict(out_dir="on"), "must be one of out, in, but is 'on'")):
         with pytest.raises(ConfigError, match=message):
             check(space(**wrong), **bounds)
 

@@ -696,8 +696,8 @@ def test_tokens_of_another_tokenizer_another_split_and_a_short_split_are_refused
 @pytest.mark.parametrize("use, message", [
     (lambda d: d.sequences(16, -3), "no -3 sequences"),
     (lambda d: d.sequence_bytes(16, -3), "no -3 sequences"),
-    (lambda d: d.sequences(0), "seq_len is 0"),
-    (lambda d: d.batch(0, 0, [0], 1, -8), "seq_len is -8"),
+    (lambda d: d.sequences(0), "seq_len must be at least 1, but is 0"),
+    (lambda d: d.batch(0, 0, [0], 1, -8), "seq_len must be at least 1, but is -8"),
 ])
 def test_windows_of_no_size_and_negative_counts_are_refused(tmp_path, use, message):
     train = data.TokenData(make_folder(tmp_path), "train")

@@ -634,7 +634,7 @@ def bad(corpus, checkpoints, tmp_path):
     ("--checkpoint={good},{tmp}/nowhere --out={tmp}/lost.json", "there is no checkpoint at"),
     ("--checkpoint={good},{tmp}/bytes.pt", "300 token ids, not those of its tokenizer, bytes"),
     ("--checkpoint={good},", "names with commas between them"), ("--checkpoint=1", "written as ./5"),
-    ("--data=5", "data is [5]; it is names"), ("--tasks=piqa", "add --mcqa=FOLDER"), ("--seed=-5", "seed is -5"),
+    ("--data=5", "data must be names with commas between them, but is [5]"), ("--tasks=piqa", "add --mcqa=FOLDER"), ("--seed=-5", "seed must be at least 0, but is -5"),
     ("--checkpoint={good} --data={corpus},{tmp}/nowhere", "holds no prepared data: run python data.py"),
     ("--checkpoint={good} --generate=1 --length=270000", "ask for a shorter length"),
     ("--checkpoint={good} --generate=1 --length=20000", "choose a smaller length"),
@@ -642,8 +642,8 @@ def bad(corpus, checkpoints, tmp_path):
     ("--checkpoint={good} --judge={good}", "add --generate=N"),
     ("--checkpoint={good} --out={tmp}", "which cannot be written; name another file"),
     ("--checkpoint={good} --out={tmp}/empty.pt/eval.json", "eval.json, which cannot be written; name another file"),
-    ("--score=best", "one of pll, nelbo"), ("--mc=0", "mc is 0; it is at least 1"),
-    ("--checkpoint=[]", "name a file with --checkpoint"), ("--generate=-1", "generate is -1"),
+    ("--score=best", "one of pll, nelbo"), ("--mc=0", "mc must be at least 1, but is 0"),
+    ("--checkpoint=[]", "name a file with --checkpoint"), ("--generate=-1", "generate must be at least 0, but is -1"),
     ("--sequence=3", "did you mean sequences")])
 def test_bad_input_is_one_sentence_and_a_non_zero_exit(bad, monkeypatch, capsys, argv, message):
     monkeypatch.setattr(sys, "argv", ["eval.py", *argv.format(**bad).split(), "--device=cpu"])

@@ -272,7 +272,7 @@ def test_sequences_and_blocks_of_the_wrong_length_are_refused_in_a_sentence():
     for name in ("vocab_size", "seq_len", "block_len", "attn_every", "n_layer", "n_head", "d_model", "d_state",
                  "mamba_head_dim", "mamba_expand", "conv_width", "chunk_len", "rope_theta", "rope_capacity"):
         for value in (0, -96):
-            with pytest.raises(ModelError, match=f"^{name} is {value}; it must be above 0$"):
+            with pytest.raises(ModelError, match=f"^{name} must be above 0, but is {value}$"):
                 ModelConfig(**{name: value})
     model = make_model("mamba_h")
     cache = model.new_cache(1, 16)

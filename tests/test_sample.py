@@ -299,12 +299,12 @@ def test_bad_requests_are_refused_before_any_work():
     with pytest.raises(ModelError, match="at least 1"):
         generate(model, prompts_of(4), 0, make_sampler(model))
     for name, value in dict(order="sideways", top_p=0.0, threshold=1.5, temperature=-1.0, top_k=-1).items():
-        with pytest.raises(ConfigError, match=f"^{name} is '?{value}'?; it is "):
+        with pytest.raises(ConfigError, match=f"^{name} must be .*, but is '?{value}'?$"):
             make_sampler(model, **{name: value})
     with pytest.raises(ConfigError, match="no seeds"):
         Sampler([], mask_id=22)
     for seed in (2 ** 63, 1.5, torch.Generator()):
-        with pytest.raises(ConfigError, match="a seed is .*; it is a whole number"):
+        with pytest.raises(ConfigError, match="a seed must be a whole number of at most 63 bits, but one is"):
             Sampler([0, seed], mask_id=22)
     with pytest.raises(ConfigError, match="has 2 seeds; give it 1"):
         generate(model, prompts_of(4), 8, make_sampler(model, 2))
@@ -321,10 +321,10 @@ def run(monkeypatch, **settings):
 
 
 @pytest.mark.parametrize("settings, message", [
-    (dict(length=0), "length is 0; "), (dict(num_samples=0), "num_samples is 0; "), (dict(seed=10 ** 23), "seed is 1"),
-    (dict(order="rnd"), "order is 'rnd'; "), (dict(dtype="fp16"), "dtype is 'fp16'; "), (dict(engine="x"), "engine is"),
-    (dict(threshold=-1.0), "threshold is -1.0; "), (dict(threshold=5.0), "threshold is 5.0; it is at most 1"),
-    (dict(tokens_per_step=-1), "tokens_per_step is -1; "), (dict(prompt="hi", prompt_file="f"), "leave one out"),
+    (dict(length=0), "length must be at least 1, but is 0"), (dict(num_samples=0), "num_samples must be at least 1, but is 0"), (dict(seed=10 ** 23), "seed must be below"),
+    (dict(order="rnd"), "order must be one of .*, but is 'rnd'"), (dict(dtype="fp16"), "dtype must be one of .*, but is 'fp16'"), (dict(engine="x"), "engine must be one of"),
+    (dict(threshold=-1.0), "threshold must be at least 0, but is -1.0"), (dict(threshold=5.0), "threshold must be at most 1, but is 5.0"),
+    (dict(tokens_per_step=-1), "tokens_per_step must be at least 1, but is -1"), (dict(prompt="hi", prompt_file="f"), "leave one out"),
     (dict(save_cache="{here}"), "cannot be written"), (dict(save_cache="{here}/file/cache"), "cannot be written"),
     (dict(prompt_file="{here}/nope"), "nope"), (dict(prompt_file="{here}/latin"), "latin is not UTF-8")])
 def test_settings_are_checked_before_a_model_is_loaded(monkeypatch, tmp_path, settings, message):

@@ -152,7 +152,7 @@ def test_a_cpu_and_kernels_torch_run_the_plain_operations():
     for setting in ("auto", "torch"):
         FAST["ssd_scan"] = None                         # of an earlier choice
         assert select_kernels(setting, "cpu") == "kernels: plain" and FAST == {}
-    with pytest.raises(ConfigError, match="kernels is 'triton'; it is one of auto, torch"):
+    with pytest.raises(ConfigError, match="kernels must be one of auto, torch, but is 'triton'"):
         select_kernels("triton", "cpu")
 
 
@@ -226,8 +226,9 @@ def test_another_configuration_is_not_resumed(corpus, tmp_path):
 
 @pytest.mark.parametrize("argv, message", [
     (["--batch_size=4", "--micro_batch_size=3"], "does not divide"), (["--vocab_size=300"], "--vocab_size=258"),
-    (["--warmup_iters=4"], "warmup_iters is 4; it is below 4"), (["--dtype=bf16"], "one of auto, float32, bfloat16"),
-    (["--batch_size=0"], "batch_size is 0; it is at least 1"), (["--grad_clip=-1"], "at least 0"),
+    (["--warmup_iters=4"], r"warmup_iters must be below max_iters \(4\), but is 4; add --warmup_iters=0"),
+    (["--dtype=bf16"], "one of auto, float32, bfloat16"),
+    (["--batch_size=0"], "batch_size must be at least 1, but is 0"), (["--grad_clip=-1"], "at least 0"),
     (["--learning_rate=0"], "above 0"), (["--beta1=1"], "below 1"), (["--seed=-1"], "at least 0"),
     (["--log_interval=0"], "at least 1"), (["--out_dir="], "name a folder")])
 def test_settings_that_contradict_each_other_are_refused(corpus, tmp_path, argv, message):
@@ -242,7 +243,7 @@ def test_a_refused_setting_leaves_the_log_as_it_was_and_a_torn_line_is_dropped(c
     before = read_log(out)
     ms = [r["ms"] for r in before if "ms" in r]
     assert [r["step"] for r in before if "ms" in r] == [3, 5] and ms[1] > ms[0] / 20
-    with pytest.raises(ConfigError, match="warmup_iters is 9"):
+    with pytest.raises(ConfigError, match=r"warmup_iters must be below max_iters \(5\), but is 9"):
         run(argv + ["--max_iters=5", "--warmup_iters=9"])
     assert read_log(out) == before
     with open(os.path.join(out, "log.jsonl"), "a") as f:
