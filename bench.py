@@ -31,19 +31,19 @@ from sample import open_engine
 
 # -- settings --
 only = []                               # config files or operations, e.g. ['mamba_h_350m']; []: all
-lengths = []                            # of the sampling ladder; []: the paper's
-whole = [256, 1024, 8192, 32768, 65536] # block models: lengths that are generated from start to end
-tokens_per_step = 16                    # p
+lengths = []                            # generated lengths; []: the paper's
+whole = [256, 1024, 8192, 32768, 65536] # lengths that block models generate from start to end
+tokens_per_step = 16                    # p, tokens revealed per step
 micro_batch_size = 8                    # training sequences on a device
 seq_len = 0                             # tokens of a training sequence; 0: the config's
-warmup = 5                              # iterations before, and in, the measurement
-iterations = 15
-out = ""                                # also write the JSON here
+warmup = 5                              # iterations that are not counted
+iterations = 15                         # iterations that are
+out = ""                                # a file that gets the JSON as well
 figures = "assets"                      # where `plot` puts its pictures
-device = "auto"
-kernels = "auto"                        # auto, or torch to force the plain twins
-compile = True
-dist_timeout = 300
+device = "auto"                         # auto, cpu, cuda or mps
+kernels = "auto"                        # auto, or torch to force the plain operations
+compile = True                          # torch.compile the layers; on CUDA only
+dist_timeout = 300                      # seconds until a collective without an answer ends the job
 
 # -- measuring --
 def synchronize(dev):

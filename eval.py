@@ -43,7 +43,7 @@ from parallel import Parallel, hardware, select_kernels
 checkpoint = ["out/ckpt.pt"]            # files or folders of train.py, separated by commas
 # perplexity
 data = []                               # prepared folders; []: the checkpoint's, unless --mcqa
-sequences = 256                         # the first of the val split, as many as there are
+sequences = 256                         # sequences of the validation split, the first ones
 seq_len = 0                             # tokens of a sequence; 0: as in training, 8192 in the paper
 mc = 1                                  # noise samples per sequence, and per answer with nelbo
 stratified = False                      # sample j of mc draws t from the j-th of mc equal parts
@@ -51,7 +51,7 @@ stratified = False                      # sample j of mc draws t from the j-th o
 mcqa = ""                               # a folder made by python data.py mcqa
 tasks = []                              # some of its tasks; []: all
 score = "pll"                           # pll or nelbo (t always stratified)
-limit = 0                               # only the first questions of a task; 0: all
+limit = 0                               # only the first so many questions of a task; 0: all
 # generated text
 generate = 0                            # continuations to sample
 prompt_len = 32                         # tokens of validation text that each one continues
@@ -60,12 +60,12 @@ tokens_per_step = 0                     # revealed per denoising step; 0: a sixt
 judge = ""                              # a second checkpoint that scores them
 # system
 batch_size = 8                          # sequences, or as many tokens of questions, at a time
-seed = 1337
-out = ""                                # also write the JSON here
-device = "auto"
+seed = 1337                             # of all noise
+out = ""                                # a file that gets the JSON as well
+device = "auto"                         # auto, cpu, cuda or mps
 dtype = "auto"                          # auto: bfloat16 on CUDA, float32 elsewhere; logits are fp32
-kernels = "auto"                        # auto, or torch to force the plain twins
-dist_timeout = 300
+kernels = "auto"                        # auto, or torch to force the plain operations
+dist_timeout = 300                      # seconds until a collective without an answer ends the job
 # ---------------------------------------------------------------------------------------------
 
 TABLES = {                              # parts of a result, and the columns of their tables

@@ -42,18 +42,18 @@ length = 512                            # tokens to generate
 num_samples = 1                         # rows generated side by side
 order = "random"                        # random, confidence, threshold or first_hitting
 tokens_per_step = 0                     # p, tokens revealed per step; 0: a sixteenth of a block
-threshold = 0.9                         # of order=threshold: reveal every token at least this sure
+threshold = 0.9                         # with order=threshold: reveal tokens of at least this probability
 temperature = 1.0                       # 0: the most likely token
 top_k = 0                               # keep the k most likely tokens; 0: all
 top_p = 1.0                             # keep the most likely tokens up to this mass
 stop_at_eot = False                     # end a row at its first end-of-text
-seed = 1337
+seed = 1337                             # of the first row; row i has seed + i
 watch = False                           # show the active block while it is unmasked
-device = "auto"
+device = "auto"                         # auto, cpu, cuda or mps
 dtype = "auto"                          # auto: bfloat16 on CUDA, float32 elsewhere
-kernels = "auto"                        # auto, or torch to force the plain twins
+kernels = "auto"                        # auto, or torch to force the plain operations
 compile = True                          # torch.compile the fast engines' layers; on CUDA only
-engine = "auto"                         # auto, simple, fused or graphs: see open_engine
+engine = "auto"                         # auto, simple, fused or graphs: all draw the same tokens, up to rounding
 # ---------------------------------------------------------------------------------------------
 
 ENGINES = ("auto", "simple", "fused", "graphs")

@@ -30,45 +30,45 @@ from parallel import (Parallel, ShardedAdamW, compile_layers, lost_rank, matmul_
 
 # ---------------------------------------------------------------------------------------------
 # Settings: the defaults train a small BDLM Mamba-H on bytes in under four minutes on two cores.
-out_dir = "out"
+out_dir = "out"                         # where the checkpoint, the log and its picture go
 resume = False                          # continue from out_dir/ckpt.pt
 # data
 data = "data/stdlib"                    # a folder made by data.py; this one is made if it is missing
 tokenizer = "bytes"                     # bytes or gpt2
 # model (see ModelConfig)
 vocab_size = 258                        # 256 bytes, end-of-text, mask
-seq_len = 256
-block_len = 16
-attn_every = 2                          # layers 0 and 2 attend, layer 1 is Mamba-2
-n_layer = 3
-n_head = 4
-d_model = 96
-d_state = 32
-mamba_head_dim = 64
-time_conditioning = False
-reverse_scan = True                     # two ablations: False scans forward alone,
-detach_prefix = False                   # True keeps block losses out of the prefix
+seq_len = 256                           # tokens of a training sequence
+block_len = 16                          # tokens of a diffusion block; seq_len for a full-sequence model
+attn_every = 2                          # attention at layers 0, attn_every, ...; 1: attention only
+n_layer = 3                             # layers
+n_head = 4                              # attention heads
+d_model = 96                            # width
+d_state = 32                            # Mamba-2 state size
+mamba_head_dim = 64                     # width of a Mamba-2 head
+time_conditioning = False               # modulate noisy tokens by their block's noise level
+reverse_scan = True                     # an ablation if false: Mamba layers scan forward alone
+detach_prefix = False                   # an ablation if true: block losses do not train the prefix
 # optimisation
 batch_size = 2                          # sequences per step, over all devices
 micro_batch_size = 0                    # sequences a device holds at a time; 0: all of its share
-max_iters = 4500
-learning_rate = 2e-3
-min_lr = 1e-6
-warmup_iters = 200
-beta1 = 0.9
-beta2 = 0.95
-weight_decay = 0.1
-grad_clip = 1.0
-seed = 1337
+max_iters = 4500                        # training steps
+learning_rate = 2e-3                    # peak, after the warm-up
+min_lr = 1e-6                           # at the end of the cosine
+warmup_iters = 200                      # steps of linear warm-up
+beta1 = 0.9                             # AdamW
+beta2 = 0.95                            # AdamW
+weight_decay = 0.1                      # AdamW, on matrices alone
+grad_clip = 1.0                         # largest norm of the gradient; 0: no clipping
+seed = 1337                             # of data order, initialisation and noise
 # evaluation, logging, saving
-eval_interval = 1500                    # steps between validation losses and checkpoints
+eval_interval = 1500                    # steps between validations, each with a checkpoint
 eval_sequences = 64                     # validation sequences, the first of the split
 eval_samples = 2                        # noise samples per validation sequence
-log_interval = 100
+log_interval = 100                      # steps between lines of the log
 # system
 device = "auto"                         # auto, cpu, cuda or mps
 dtype = "auto"                          # auto: bfloat16 on CUDA, float32 elsewhere
-kernels = "auto"                        # auto, or torch to force the plain twins
+kernels = "auto"                        # auto, or torch to force the plain operations
 compile = True                          # torch.compile the layers; on CUDA only
 dist_timeout = 300                      # seconds until a collective without an answer ends the job
 # ---------------------------------------------------------------------------------------------
@@ -293,6 +293,8 @@ def main():
         optimizer.zero_grad()
         loss = 0.0
         for rows in micro_batches:
+            # Data and noise belong to a row of the global batch, whoever runs it. Its loss is weighted by its share of
+            # that batch, so micro-batches and ranks add up and are never averaged.
             x0 = train_data.batch(seed, step, rows, batch_size, seq_len).to(dev, non_blocking=True)
             generators = noise_generators(seed, [step * batch_size + row for row in rows])
             with autocast():
@@ -302,7 +304,7 @@ def main():
         norm = optimizer.reduce()
         loss, = parallel.sum([float(loss)])
         norm = float(norm)
-        if math.isfinite(loss) and math.isfinite(norm):
+        if math.isfinite(loss) and math.isfinite(norm):     # the same on all ranks: both are sums over ranks
             optimizer.step(lr, min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0)
             bad_steps = 0
             losses.append(loss)
@@ -314,6 +316,7 @@ def main():
                 raise ModelError("three steps in a row were not finite; " + (
                     last if os.path.exists(path) else "lower learning_rate and start again"))
         step += 1
+        # A signal may reach one rank alone, and all must stop at the same step. Asking is a collective: every ten steps.
         stopping = parallel.sum([len(stop)])[0] > 0 if step % 10 == 0 or parallel.world == 1 else False
 
         if step % log_interval == 0 or step == max_iters:
