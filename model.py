@@ -300,10 +300,10 @@ class BiMamba(nn.Module):
     def scan_both(self, u, conv=None, ssm=None):
         """Eq. partial-reverse: noisy blocks u (r, l, d) forward from their boundary states, and in reverse inside
         each block alone, from zeros. Nothing to the right of the block is ever read, so no cache depends on it."""
-        y_fwd = self.fwd(u, conv, ssm, want_states=False)[0]                   # Eq. 11: position i saw 0..i
+        y_fwd = self.fwd(u, conv, ssm, want_states=False)[0]                   # Eq. 11: i saw the prefix and 0..i
         if not self.reverse_scan:
             return y_fwd
-        y_rev = self.rev(u.flip(1), want_states=False)[0].flip(1)              # Eq. 12: position i saw i..l-1
+        y_rev = self.rev(u.flip(1), want_states=False)[0].flip(1)              # Eq. 12: i saw i..l-1 of its block
         return y_fwd + y_rev                                                   # Eq. 13, (r, l, d)
 
     def two_stream(self, clean, noisy, rope, masks, last):
