@@ -83,8 +83,9 @@ class FastDecoder:
             hidden = self.model.commit_and_denoise_hidden(self.finished, block.xt, self.cache, t, at)
         else:
             hidden = self.model.denoise_hidden(block.xt, self.cache, t, at)
-        whole = hidden.size(1)
-        block.reveal(lambda at: self.model.token_logits(hidden if at.size(1) == whole else take(hidden, at)))
+        # If positions are known beforehand, hidden holds just these; else all, of which `reveal` asks for some at a time.
+        held = hidden.size(1)
+        block.reveal(lambda at: self.model.token_logits(hidden if at.size(1) == held else take(hidden, at)))
 
     def capture(self):
         """Records both kinds of step. The cache must be empty, and is afterwards."""

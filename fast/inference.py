@@ -22,7 +22,6 @@ from model import Attention, BlockDiffusionLM, Layer, ModelError, cast_for_infer
 
 FEW_ROWS = 512                          # an active block and the one that is committed with its first step
 CUT_ON = ("cuda",)                      # devices on which products of few rows are cut in parts
-LONGEST = 512                           # tokens of a block that the merged mixer takes
 
 
 def linear_in_parts(x, weight, ways=1):
@@ -110,8 +109,8 @@ class InferenceMamba:
         self.D = torch.stack([m.D for m in pair]).to(exact)
 
     def takes(self, u):
-        """Whether the merged mixer can run: with both directions, on blocks of at most LONGEST tokens."""
-        return self.mixer.reverse_scan and u.size(1) <= LONGEST
+        """Whether the merged mixer can run: with both directions, on blocks that are one row of the scan."""
+        return self.mixer.reverse_scan and u.size(1) <= plain.SCAN_ROW
 
     def denoise(self, u, state, lengths, rope, at=None):
         """One noisy block u (b, l, d)."""
@@ -279,7 +278,7 @@ class InferenceModel(BlockDiffusionLM):
         """`rope_after`, which may be compiled here: an active block always has the same length."""
         return self.rope_after(lengths, count)
 
-    def compile(self):
+    def compile_steps(self):
         """torch.compile of what a denoising step runs. Does nothing without Triton, in which it writes kernels."""
         if importlib.util.find_spec("triton") is None:
             return
@@ -321,5 +320,5 @@ def inference_model(model, dtype, compile=False):
     """
     prepared = cast_for_inference(InferenceModel(model, dtype), dtype)
     if compile:
-        prepared.compile()
+        prepared.compile_steps()
     return prepared

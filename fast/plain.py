@@ -11,6 +11,8 @@ import torch.nn.functional as F
 import ops
 from ops import EPS, at_least_fp32, replaceable
 
+SCAN_ROW = 512                          # most positions that the kernels scan in one row
+
 
 @replaceable
 def ssd_scan_both(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):

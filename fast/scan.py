@@ -22,8 +22,6 @@ import fast.plain as plain
 import ops
 from fast.triton_tools import LOG2E, differentiable, dot, like, operator, rowwise, statewise, strides
 
-SCAN_ROW = 512  # most positions of a row
-
 
 def fits(p, n):
     """Whether the kernels take head dimension p and state size n."""
@@ -33,12 +31,12 @@ def fits(p, n):
 def scan_row(s, block_len):
     """
     The length of a row for s tokens in blocks of block_len (None: one block of all tokens). It is the largest
-    divisor of the block that is at most SCAN_ROW, so that every block boundary is a row boundary; where that is
+    divisor of the block that is at most plain.SCAN_ROW, so that every block boundary is a row boundary; where that is
     below 16, the row is the whole block.
     """
     whole = block_len or s
     assert s % whole == 0, f"{s} positions are not whole blocks of {block_len}"
-    row = ops.largest_divisor(whole, SCAN_ROW)
+    row = ops.largest_divisor(whole, plain.SCAN_ROW)
     return row if row >= 16 else whole
 
 

@@ -208,7 +208,6 @@ def run_script(monkeypatch, script, *argv):
     ("tools.sharding", "--iterations=0", "iterations must be at least 1"),
     ("tools.sharding", "--only=ours,theirs", "only must be one of ours, zero, fsdp, but is 'theirs'"),
     ("tools.sharding", "", "one process shards nothing"),
-    ("tools.throughput", "", "name what to draw"),
     ("tools.two_streams", "--foo=1", "there is no setting 'foo'"),
     ("tools.two_streams", "--out={tmp}/x.foo", "Format 'foo' is not supported")])
 def test_bad_input_is_one_sentence_before_any_measurement(tmp_path, monkeypatch, capsys, script, argv, message):

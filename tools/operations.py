@@ -5,7 +5,6 @@ comparisons; bench.py times them and works out their limits.
 
     python bench.py ops                         all of them
     python bench.py ops --only=['scan']         one
-    python -m tools.operations                  their names
 """
 import contextlib
 import copy
@@ -212,9 +211,3 @@ def adamw_rows(kind, big, compiled):
 OPERATIONS = dict(scan=scan_rows, mixer=mixer_rows, two_stream=two_stream_rows,
                   cross_entropy=cross_entropy_rows, block_attention=block_attention_rows,
                   adamw=adamw_rows)
-
-
-if __name__ == "__main__":
-    for _name, _rows in OPERATIONS.items():
-        print(f"{_name:<16}{' '.join((_rows.__doc__ or '').split())}")
-    print("\ntheir times: python bench.py ops")

@@ -2,15 +2,13 @@
 Draws the throughput figures from what bench.py wrote: `python bench.py plot` hands over to `plot`.
 Here and not in bench.py, so that measuring can be read without drawing.
 
-    python bench.py plot FILE...
-    python -m tools.throughput FILE...          the same, into assets/
+    python bench.py plot FILE... --figures=FOLDER
 """
 import contextlib
 import json
 import os
-import sys
 
-from configurator import ConfigError, script
+from configurator import ConfigError
 from paper import LADDER, MODELS, SAMPLE, TRAIN
 
 
@@ -117,8 +115,3 @@ def draw_training(figures, ours, note):
         names = [name.replace("full-sequence ", "full-sequence\n") for name, _ in MODELS.values()]
         ax.set_xticks(range(len(names)), names)
         ax.margins(y=0.15)
-
-
-if __name__ == "__main__":
-    with script("throughput.py"):
-        plot(sys.argv[1:], "assets")

@@ -142,7 +142,7 @@ def test_weights_prepared_for_inference_compute_the_same_function(monkeypatch, n
                                                                   time_conditioning):
     """Folded modulation and merged Mamba directions (not of one direction, nor of blocks that are several rows
     of the scan), denoising, committing and both at once."""
-    monkeypatch.setattr(inference, "LONGEST", longest)
+    monkeypatch.setattr(plain, "SCAN_ROW", longest)
     model = make_model(name, time_conditioning=time_conditioning, reverse_scan=reverse_scan)
     x0, xt, t = make_batch(model)
     logits = model.all_block_logits(x0, xt, t)

@@ -205,7 +205,7 @@ def test_strong_decay_stays_finite(monkeypatch, few):
     (96, 32, True), (128, 64, False), (64, None, 1), (96, 48, True)])    # 48: rows of 24, not of 32
 def test_dispatched_scan_equals_the_loop_with_boundary_states(monkeypatch, s, block_len, start):
     monkeypatch.setitem(ops.FAST, "ssd_scan", states.ssd_scan)
-    monkeypatch.setattr(scan, "SCAN_ROW", 32)
+    monkeypatch.setattr(plain, "SCAN_ROW", 32)
     compare(lambda **v: ops.ssd_scan(**v, block_len=block_len),
             lambda **v: ops.ssd_scan_ref(**v, block_len=block_len),
             scan_inputs(2, s, 2, 16, 32, start=start), 1e-5)
@@ -537,7 +537,7 @@ def mixer_inputs(s, dtype, r, given):
 def test_mixer_and_its_gradients_are_the_plain_lines(
         monkeypatch, s, row, block_len, r, given, want, dtype, few):
     monkeypatch.setattr(scan, "FEW", few)
-    monkeypatch.setattr(scan, "SCAN_ROW", row)
+    monkeypatch.setattr(plain, "SCAN_ROW", row)
     monkeypatch.setitem(ops.FAST, "Mamba2.forward", mixer.mamba2_forward)
     module, inputs = make_mixer(dtype), mixer_inputs(s, dtype, r, given)
 
