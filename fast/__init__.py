@@ -17,7 +17,7 @@ import ops
 
 
 def select(device):
-    """Fills ops.FAST for a CUDA device and returns a line that names what runs. Where Triton cannot be imported, FAST
+    """Fills ops.FAST for a CUDA device and returns a line that names what runs. Where the kernels cannot run, FAST
     stays empty and the line says why."""
     try:
         from fast import cached_attention, conv, draw, mixer, residual, scan, states, two_stream
@@ -34,8 +34,8 @@ def select(device):
         "ssd_scan_both": scan.ssd_scan_both, "ssd_scan_pairs": scan.ssd_scan_pairs,
         "causal_conv_both": conv.causal_conv_both, "add_norm": residual.add_norm,
         "uniform": draw.uniform, "gumbel_argmax": draw.gumbel_argmax, "unmask": draw.unmask})
-    attention = "cuDNN and Triton" if two_stream.hopper(device) else "FlexAttention"
-    return f"kernels: Triton; attention in training: {attention}"
+    attention = "flash-attn-4" if two_stream.has_flash() else "flex (pip install -r requirements-gpu.txt: 1.5x)"
+    return f"kernels: Triton; attention {attention if two_stream.hopper(device) else 'flex'}"
 
 
 @functools.lru_cache(maxsize=1)

@@ -121,7 +121,7 @@ def test_the_limit_of_a_step_counts_every_weight_of_the_generation_pass_once():
 def test_ops_sets_each_operation_beside_a_library_and_its_limit(capsys):
     bench.main(["ops", *TINY], operations.OPERATIONS)
     rows = last_line(capsys)["rows"]
-    assert len({r["op"] for r in rows}) == len(rows) == 11
+    assert len({r["op"] for r in rows}) == len(rows) == 13
     for r in rows:
         assert r["ms"] > 0 and r["limit_ms"] > 0 and r["of_limit"] > 0, r
         assert any("ratio" in other for other in r["others"].values()), r

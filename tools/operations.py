@@ -13,10 +13,12 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
 
 import ops
+from configurator import ConfigError
 from model import BlockDiffusionLM, ModelConfig, config_from_file
-from parallel import ShardedAdamW
+from parallel import ShardedAdamW, select_kernels
 
 
 def compared(op, ours, others, flops, nbytes, count=1, graph=True):
@@ -63,7 +65,7 @@ def library(load):
     try:
         return load()
     except Exception as error:
-        return "not installed" if isinstance(error, ImportError) else f"broken: {error!r:.60}"
+        return "not installed" if isinstance(error, (ImportError, ConfigError)) else f"broken: {error!r:.60}"
 
 
 # ----------------------------------------------------------------------------------------------
@@ -74,6 +76,8 @@ def scan_rows(kind, big, compiled):
     """The forms of training: one clean scan that hands out a state per block, and one row per noisy
     block from its state. mamba-ssm returns the last state alone, so its clean scan does less."""
     def load():
+        with ops.plain():                               # it can be imported without its CUDA extension then
+            select_kernels("mamba_ssm", kind["device"])
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
         return lambda x, dt, A, B, C, D, state, *_: mamba_chunk_scan_combined(
             x, dt, A, B[:, :, None], C[:, :, None], 256, D=D, initial_states=state)
@@ -143,17 +147,44 @@ def sdpa(big, **options):
     return {name: functools.partial(attend, backend) for name, backend in kinds.items()}
 
 
-def two_stream_rows(kind, big, compiled):
-    """Both streams see s^2 pairs a sequence. So do two sequences of s tokens under a causal mask,
-    which is what the library gets."""
+def flash_attention_4(block_mask=None, **options):
+    """flash-attn-4 called directly, under a BlockMask or under none; or why it is absent."""
+    def load():
+        from flash_attn.cute import flash_attn_func
+        from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch as Blocks
+        if block_mask is not None:
+            m, size = block_mask, block_mask.BLOCK_SIZE
+            options["block_sparse_tensors"] = Blocks(
+                m.kv_num_blocks, m.kv_indices, m.full_kv_num_blocks, m.full_kv_indices, block_size=size)
+            options["block_sparse_tensors_bwd"] = Blocks(
+                m.q_num_blocks, m.q_indices, m.full_q_num_blocks, m.full_q_indices, block_size=size)
+        return lambda *qkv: flash_attn_func(*(x.transpose(1, 2) for x in qkv), **options)[0].transpose(1, 2)
+    return library(load)
+
+
+def attention_rows(kind, big, compiled):
+    """Attention of training. Two streams see s^2 pairs a sequence. So do two sequences of s tokens under a causal mask,
+    which is what libraries get that know no other mask. A single block, as in full-sequence models, sees as many."""
+    def rival(f, inputs):
+        return f if isinstance(f, str) else (f, inputs)
     b, h, s, e, l = (8, 14, 8192, 64, 256) if big else (1, 2, 256, 16, 64)
     streams = [torch.randn(b, h, m, e, **kind) for m in 3 * [s - l] + 3 * [s]]
-    causal = torch.randn(3, 2 * b, h, s, e, **kind).unbind()
-    masks, work = ops.two_stream_masks(s, l, kind["device"]), 4 * b * h * e * s * s
-    def ours(*qkv):
-        return ops.two_stream_attention(qkv[:3], qkv[3:], masks)
-    others = {f"{k}, causal": (f, causal) for k, f in sdpa(big, is_causal=True).items()}
-    yield from both_passes("two-stream attention", (ours, streams), others, work)
+    causal, work = torch.randn(3, 2 * b, h, s, e, **kind).unbind(), 4 * b * h * e * s * s
+    joined = [torch.cat(pair, 2) for pair in zip(streams[:3], streams[3:])]
+    for name, length, inputs in (("two-stream attention", l, streams), ("dense attention", s, streams[3:])):
+        masks = ops.two_stream_masks(s, length, kind["device"])
+        def ours(*qkv):
+            return ops.two_stream_attention(qkv[:3] if length < s else (qkv[0][:, :, :0],) * 3, qkv[-3:], masks)
+        if length == s:
+            others = {k: (f, inputs) for k, f in sdpa(big).items()} | {"FA4": rival(flash_attention_4(), inputs)}
+        else:
+            others = {f"{k}, causal": (f, causal) for k, f in sdpa(big, is_causal=True).items()}
+            others["FA4, causal"] = rival(flash_attention_4(causal=True), causal)
+            if big:
+                others["FA4, sparse"] = rival(flash_attention_4(masks[0]), joined)
+                others["FlexAttention, Triton"] = (
+                    functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=masks[0]), joined)
+        yield from both_passes(name, (ours, inputs), others, work)
 
 
 def block_attention_rows(kind, big, compiled):
@@ -208,6 +239,6 @@ def adamw_rows(kind, big, compiled):
     yield compared("AdamW step", lambda: ours.clip_and_step(1e-4), others, 0, nbytes, graph=False)
 
 
-OPERATIONS = dict(scan=scan_rows, mixer=mixer_rows, two_stream=two_stream_rows,
+OPERATIONS = dict(scan=scan_rows, mixer=mixer_rows, attention=attention_rows,
                   cross_entropy=cross_entropy_rows, block_attention=block_attention_rows,
                   adamw=adamw_rows)

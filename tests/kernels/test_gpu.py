@@ -12,6 +12,7 @@ from conftest import ARCHITECTURES, need_fast
 need_fast()
 
 import decoders  # noqa: E402
+import fast.two_stream as two_stream  # noqa: E402
 import ops  # noqa: E402
 from checkpoint import fingerprint, load_prefix, read_prefix, save_prefix  # noqa: E402
 from decoders import ORDERS, Sampler  # noqa: E402
@@ -76,6 +77,37 @@ def test_fast_paths_equal_the_plain_twins_in_value_and_gradient(name, time):
         print(f"\n{name} {dtype}: loss {abs(float(fast) - float(loss)):.1e}, all gradients {whole:.1e}, "
               f"worst {error:.1e} {worst}", end="")
         assert abs(float(fast) - float(loss)) < limit * float(loss) and whole < limit and error < 8 * limit
+
+
+@pytest.mark.parametrize("e", [52, 56, 64])
+@pytest.mark.parametrize("blocks, last", [(3, False), (3, True), (1, False)])
+@pytest.mark.parametrize("flash", [True, False], ids=["flash-attn-4", "triton"])
+def test_attention_in_training_equals_the_masked_one(monkeypatch, flash, blocks, last, e):
+    """Values and gradients in bf16, from and to the layouts of model.Attention."""
+    if flash and not (two_stream.has_flash() and two_stream.hopper("cuda")):
+        pytest.skip("needs flash-attn-4 and Hopper: pip install -r requirements-gpu.txt")
+    monkeypatch.setattr(two_stream, "has_flash", lambda: flash)
+    b, h, l = 2, 3, 256
+    s = blocks * l
+    torch.manual_seed(0)
+    clean, noisy = ([torch.randn(b, n, h, e, device="cuda").bfloat16() for _ in range(3)] for n in (s - l, s))
+
+    def run(attention, masks, dtype):
+        inputs = [x.to(dtype).requires_grad_() for x in clean + noisy]
+        q, *rest = (x.transpose(1, 2) for x in inputs)
+        y_clean, y = attention((None if last else q, *rest[:2]), rest[2:], masks)
+        assert (y_clean is None) == last
+        out = [y] if last or blocks == 1 else [y_clean, y]
+        g = torch.Generator("cuda").manual_seed(1)
+        used = inputs[3 if blocks == 1 else int(last):]  # a single block has no clean tokens, a last layer no clean queries
+        return out + list(torch.autograd.grad(out, used, [
+            torch.randn(o.shape, generator=g, device="cuda").to(dtype) for o in out]))
+    device = torch.device("cuda", 0)
+    got = run(two_stream.two_stream_attention, two_stream.two_stream_masks(s, l, device), torch.bfloat16)
+    want = run(ops.two_stream_attention.plain, ops.two_stream_masks.plain(s, l, device), torch.float64)
+    worst = max(relative(a, b) for a, b in zip(got, want))
+    print(f"\n{'flash-attn-4' if flash else 'triton'}, {blocks} blocks, e = {e}: {worst:.1e}", end="")
+    assert worst < 1e-2
 
 
 @pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])

@@ -253,97 +253,61 @@ def test_convolution_refuses_a_row_beyond_its_32_bit_offsets():
         conv.check_row(row.as_strided(row.shape, (2 ** 31, 2 ** 15, 1)))
 
 
-def plain_causal(q, k, v, scale):
-    scores = (q.float() @ k.float().mT) * scale
-    scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf"))
-    return scores
-
-
-def plain_causal_forward(q, k, v, scale):
-    lse = plain_causal(q, k, v, scale).logsumexp(-1, True)
-    return ((plain_causal(q, k, v, scale) - lse).exp() @ v.float()).to(q.dtype), lse
-
-
-def plain_causal_backward(dout, q, k, v, out, lse, scale):
-    dout, out, (qf, kf, vf) = dout.float(), out.float(), (u.float() for u in (q, k, v))
-    p = (plain_causal(q, k, v, scale) - lse).exp()
-    ds = p * (dout @ vf.mT - (dout * out).sum(-1, True)) * scale
-    return [g.to(q.dtype) for g in (ds @ kf, ds.mT @ qf, p.mT @ dout)]
-
-
-@DTYPES
-@pytest.mark.parametrize("blocks, l, e, clean", [(3, 128, 64, True), (2, 64, 56, True), (3, 64, 16, False)])
-def test_two_stream_kernels_equal_attention_under_the_mask(monkeypatch, blocks, l, e, clean, dtype):
-    """On a GPU in bf16 with cuDNN's causal attention, else with a plain one."""
-    if not GPU or dtype == torch.float32:
-        monkeypatch.setattr(two_stream, "causal_forward", plain_causal_forward)
-        monkeypatch.setattr(two_stream, "causal_backward", plain_causal_backward)
-    s, n = blocks * l, (blocks - 1) * l
-    at = torch.arange(n + s, device=DEVICE)
-    mask = ops.two_stream_mask(at[:, None], at, l, n)[0 if clean else n:]
-    q, k, v = (randn(2, n + s, 2, e, dtype=dtype).transpose(1, 2) for _ in range(3))
-    compare(lambda q, k, v: two_stream.two_stream(q, k, v, l, 0.3 * e ** -0.5),
-            lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=0.3 * e ** -0.5),
-            dict(q=q[:, :, 0 if clean else n:], k=k, v=v), LIMIT[dtype])
-
-
-@pytest.mark.skipif(not GPU, reason="cuDNN's attention needs a GPU")
-def test_gradients_of_two_streams_do_not_depend_on_the_layout_of_the_outputs_gradient():
-    """Not even on the layout at an earlier call with the same q, k and v."""
-    q, k, v = (randn(1, 2, 384, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
-    dout, grads = randn(1, 2, 384, 64, dtype=torch.bfloat16), []
-    for layout in (dout, dout.transpose(1, 2).contiguous().transpose(1, 2), dout):
-        out = two_stream.two_stream(q, k, v, 128, 0.1)
-        grads.append(torch.autograd.grad(out, (q, k, v), layout))
-    for again in grads[1:]:
-        assert all(error(a, b.double()) < 5e-3 for a, b in zip(again, grads[0]))
-
-
-@pytest.mark.parametrize("e", [52, 64])
-@pytest.mark.parametrize("clean", [True, False])
-def test_two_stream_attention_by_kernels_equals_the_masked_one(monkeypatch, clean, e):
-    """As training calls it; head dimensions that are no powers of two are padded."""
-    if not GPU:
-        monkeypatch.setattr(two_stream, "causal_forward", plain_causal_forward)
-        monkeypatch.setattr(two_stream, "causal_backward", plain_causal_backward)
-    monkeypatch.setattr(two_stream, "hopper", lambda device: True)
-    l, n, s = 128, 128, 256
-    inputs = {f"{name}{i}": randn(1, 2, m, e, dtype=torch.bfloat16)
-              for name, m in (("clean", n), ("noisy", s)) for i in range(3)}
-    if not clean:
-        inputs["clean0"] = None
-
-    def attend(**inputs):
-        q, k, v, *noisy = inputs.values()
-        out = ops.two_stream_attention((q, k, v), noisy, ops.two_stream_masks(s, l, DEVICE))
-        return out if clean else out[1]
-
-    def attend_plainly(**inputs):
-        with ops.plain():
-            return attend(**inputs)
-    for name in ("two_stream_masks", "two_stream_attention"):
-        monkeypatch.setitem(ops.FAST, name, getattr(two_stream, name))
-    calls, real = [], two_stream.two_stream
-    monkeypatch.setattr(two_stream, "two_stream", lambda *args: calls.append(1) or real(*args))
-    compare(attend, attend_plainly, inputs, 1e-2)
-    assert len(calls) == 1
-
-
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_masks_of_tiles_show_what_the_masked_attention_shows(monkeypatch):
-    """FlexAttention, not compiled, in fp32, which the kernels by hand do not take. Blocks that are no whole tiles, and
-    single blocks, have the plain masks."""
-    monkeypatch.setattr(two_stream, "compiled_flex", lambda: two_stream.flex_attention)
-    monkeypatch.setattr(two_stream, "FLEX_OPTIONS", None)
+    """FlexAttention, not compiled, under block masks. Blocks that are no whole tiles have the plain masks."""
+    monkeypatch.setattr(two_stream, "flex", two_stream.flex_attention)
+    monkeypatch.setattr(two_stream, "TRITON", None)
     streams = [[randn(1, 2, n, 16) for _ in range(3)] for n in (256, 384)]
-    masks = two_stream.two_stream_masks(384, 128, DEVICE)
+    masks = two_stream.two_stream_masks(384, 128, torch.device(DEVICE))
     for clean in (streams[0], [None, *streams[0][1:]]):
         want = ops.two_stream_attention(clean, streams[1], ops.two_stream_masks(384, 128, DEVICE))
         for got, exact in zip(two_stream.two_stream_attention(clean, streams[1], masks), want):
             assert got is exact is None or error(got, exact.double()) < 1e-5
-    assert two_stream.two_stream_masks(128, 128, DEVICE) == (None, None)
     masks = two_stream.two_stream_masks(48, 16, DEVICE)
     assert all(torch.equal(a, b) for a, b in zip(masks, ops.two_stream_masks(48, 16, DEVICE)))
+
+
+@pytest.mark.parametrize("changed, backend", [
+    ({}, "FLASH"), (dict(installed=False), "TRITON"), (dict(capability=(8, 9)), "TRITON"),
+    (dict(device="cpu"), "TRITON"), (dict(dtype=torch.float32), "TRITON"), (dict(l=192), "plain"),
+    (dict(blocks=1), "FLASH"), (dict(blocks=1, installed=False), "plain"), (dict(e=52), "FLASH"),
+    (dict(e=56), "FLASH"), (dict(e=52, installed=False), "TRITON")])
+def test_flash_attention_4_runs_where_it_can(monkeypatch, changed, backend):
+    """Where it is installed, on Hopper or later, in 16 bits, for blocks of whole tiles. Elsewhere FlexAttention's own
+    kernels; for other blocks, and for a single one without it, SDPA. It takes head dimensions that 8 divides."""
+    case = dict(installed=True, capability=(9, 0), device="cuda", dtype=torch.bfloat16, l=128, blocks=3, e=64) | changed
+    calls, s, e = [], case["blocks"] * case["l"], case["e"]
+
+    def flex(q, k, v, block_mask, scale, kernel_options):
+        calls.append((kernel_options, q.size(-1), block_mask))
+        assert scale == e ** -0.5
+        return q
+    monkeypatch.setattr(two_stream, "flex", flex)
+    monkeypatch.setattr(two_stream, "has_flash", lambda: case["installed"])
+    monkeypatch.setattr(two_stream, "block_masks", lambda *args: ("both", "noisy"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case["capability"])
+    if backend == "plain":
+        monkeypatch.setattr(two_stream, "flex", None)
+    masks = two_stream.two_stream_masks(s, case["l"], torch.device(case["device"] if backend != "plain" else "cpu"))
+    clean, noisy = ([torch.randn(1, 2, n, e).to(case["dtype"]) for _ in range(3)] for n in (s - case["l"], s))
+    y_clean, y = two_stream.two_stream_attention(clean, noisy, masks)
+    assert y_clean.shape == clean[0].shape and y.shape == noisy[0].shape
+    if backend != "plain":
+        padded = e + 4 * (e == 52 and backend == "FLASH")
+        assert calls == [(getattr(two_stream, backend), padded, None if case["blocks"] == 1 else "both")]
+        two_stream.two_stream_attention((None, *clean[1:]), noisy, masks)
+        assert calls[1][2] == (None if case["blocks"] == 1 else "noisy")
+
+
+@pytest.mark.parametrize("installed, capability, end", [
+    (True, (9, 0), "attention flash-attn-4"), (True, (8, 0), "attention flex"),
+    (False, (10, 0), "attention flex (pip install -r requirements-gpu.txt: 1.5x)"), (False, (8, 6), "attention flex")])
+def test_the_start_line_names_the_attention_and_what_is_missing(monkeypatch, installed, capability, end):
+    monkeypatch.setattr(ops, "FAST", {})
+    monkeypatch.setattr(two_stream, "has_flash", lambda: installed)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert fast.select("cuda").endswith(end)
 
 
 def attention_inputs(lengths, l, d, dtype, h=2, cap=None, pad=0, caches=None):
@@ -464,14 +428,12 @@ def test_generation_by_all_kernels_gives_the_tokens_of_the_plain_model(monkeypat
     assert all(torch.equal(a, b) for a, b in zip(tokens("fused"), want))
 
 
-def test_operators_declare_the_shapes_that_they_return(monkeypatch):
-    monkeypatch.setattr(two_stream, "causal_forward", plain_causal_forward)
-    monkeypatch.setattr(two_stream, "causal_backward", plain_causal_backward)
+def test_operators_declare_the_shapes_that_they_return():
     whole, (u, columns, start) = make_mixer(torch.float32), mixer_inputs(48, torch.float32, 2, True)
     mixed = (torch.nn.functional.linear(u, whole.projection()), whole.conv_weight, whole.conv_bias, whole.dt_bias,
              -whole.A_log.exp(), whole.D, whole.norm_weight, whole.out_proj.weight, columns, start, 48, 0)
     mixed = tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in mixed)
-    y, empty, q = randn(2, 48, 48), randn(0), randn(1, 2, 192, 16)
+    y, empty = randn(2, 48, 48), randn(0)
     tests = ("test_schema", "test_faketensor")
     x, dt, A, B, C, D, s0 = (v.contiguous() for v in scan_inputs(1, 20, 2, 16, 32).values())
     ends, u, w, bias = randn(1, 3, 2, 16, 32), randn(2, 9, 32), randn(32, 4), randn(32)
@@ -491,8 +453,6 @@ def test_operators_declare_the_shapes_that_they_return(monkeypatch):
             (scan.ssd_pairs_forward, (both, dt2, -A2, -A2, u2, u2, A2, randn(1, 2, 16, 16), both)),
             (mixer.mixer_forward, mixed),
             (mixer.mixer_backward, (mixed[0][..., :24], None, None, y, empty, *mixed)),
-            (two_stream.two_stream_forward, (q, q, q, 64, 0.2)),
-            (two_stream.two_stream_backward, (q, q, q[..., 0].contiguous(), q, q, q, 64, 0.2)),
             (inference.linear_gelu, (u, randn(48, 32), randn(48))),
             (cached_attention.block_attention, attention_inputs([20], 16, 16, torch.float32))):
         torch.library.opcheck(op, args, test_utils=tests)
