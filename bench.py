@@ -22,11 +22,11 @@ from tqdm import tqdm
 
 import paper
 from configurator import ConfigError, check, check_file, configure, script, write_file
-from data import DataError
+from data import DataError, noise_generators
 from decoders import Sampler
 from model import BlockDiffusionLM, ModelError, config_from_file, train_flops
-from parallel import (Parallel, ShardedAdamW, compile_layers, described, hardware, matmul_ceiling,
-                      select_kernels)
+from parallel import (Parallel, ShardedAdamW, ampere, compile_layers, described, hardware, matmul_ceiling,
+                      pick_dtype, select_kernels)
 from sample import open_engine
 
 # -- settings --
@@ -41,7 +41,7 @@ iterations = 15                         # iterations that are
 out = ""                                # a file that gets the JSON as well
 figures = "assets"                      # where `plot` puts its pictures
 device = "auto"                         # auto, cpu, cuda or mps
-kernels = "auto"                        # auto, or torch to force the plain operations
+kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
 compile = True                          # torch.compile the layers; on CUDA only
 dist_timeout = 300                      # seconds until a collective without an answer ends the job
 
@@ -75,7 +75,7 @@ def measured_ceilings(dev):
         return work / measure(f, dev, in_a_row=10)[0]
     on_gpu, a = dev.type == "cuda", torch.randn(512, 512, device=dev)
     source, target = torch.zeros(2, 2 ** (28 if on_gpu else 22), device=dev)
-    flops = matmul_ceiling(dev) if on_gpu else rate(2 * 512 ** 3, lambda: a @ a)
+    flops = matmul_ceiling(dev) if ampere(dev) else rate(2 * 512 ** 3, lambda: a @ a)
     nbytes = rate(2 * source.nbytes, lambda: target.copy_(source))
     return dict(matmul_tflops=flops / 1e12, copy_tb_s=nbytes / 1e12)
 
@@ -157,14 +157,14 @@ def train_row(name, config, parallel, ceiling):
     dev, on_gpu = parallel.device, parallel.device.type == "cuda"
     model = BlockDiffusionLM(config).to(dev)
     optimizer = ShardedAdamW(model, 1e-3, (0.9, 0.95), 0.1, parallel.rank, parallel.world)
-    if compile and on_gpu:
+    if compile and ampere(dev):
         compile_layers(model)
     x0 = torch.randint(0, config.mask_id, (micro_batch_size, config.seq_len), device=dev)
-    generator = torch.Generator(dev).manual_seed(parallel.rank)
+    generators = noise_generators(parallel.rank, range(micro_batch_size))
     def step():
         optimizer.zero_grad()
-        with torch.autocast(dev.type, torch.bfloat16, enabled=on_gpu):
-            loss = model(x0, generator) / parallel.world
+        with torch.autocast(dev.type, torch.bfloat16, enabled=ampere(dev)):
+            loss = model(x0, generators) / parallel.world
         loss.backward()
         optimizer.clip_and_step(1e-4)
     median, spread, first = measure(step, dev)
@@ -196,7 +196,7 @@ def bench_sample(parallel):
         with torch.device(dev):
             model = BlockDiffusionLM(config)
         torch.nn.init.normal_(model.head.weight, std=0.02)
-        engine = open_engine("auto", model, torch.bfloat16 if on_gpu else torch.float32, compile and on_gpu)
+        engine = open_engine("auto", model, pick_dtype("auto", dev), compile and on_gpu)
         model = engine[0]                               # the one from which it was prepared is freed
         ladder = lengths or [n for n in paper.LADDER if n <= most]
         rows, parts = full_sequence_rows, [ladder]
@@ -354,7 +354,7 @@ def bench_ops(parallel, operations):
         check(dict(only=name), choices=dict(only=[*operations]))
     on_gpu = dev.type == "cuda"
     def make_rows(name, ceilings):
-        kind = dict(device=dev, dtype=torch.bfloat16 if on_gpu else torch.float32)
+        kind = dict(device=dev, dtype=pick_dtype("auto", dev))
         for comparison in operations[name](kind, on_gpu, on_gpu and compile):
             row = op_row(dev, **comparison)
             row["limit_ms"] = limit_ms(row["flops"], row["bytes"], ceilings)

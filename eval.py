@@ -36,7 +36,7 @@ from data import (DataError, TokenData, bits_per_byte, get_tokenizer, load_quest
                   noise_seeds, sha256, task_paths)
 from decoders import Sampler
 from model import ModelError, cast_for_inference
-from parallel import Parallel, hardware, select_kernels
+from parallel import Parallel, hardware, pick_dtype, select_kernels
 
 # ---------------------------------------------------------------------------------------------
 # Settings
@@ -64,7 +64,7 @@ seed = 1337                             # of all noise
 out = ""                                # a file that gets the JSON as well
 device = "auto"                         # auto, cpu, cuda or mps
 dtype = "auto"                          # auto: bfloat16 on CUDA, float32 elsewhere; logits are fp32
-kernels = "auto"                        # auto, or torch to force the plain operations
+kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
 dist_timeout = 300                      # seconds until a collective without an answer ends the job
 # ---------------------------------------------------------------------------------------------
 
@@ -155,7 +155,8 @@ def nelbo_counts(model, x, parallel, autocast, seed, mc, stratified=False, batch
             x0 = x[list(rows)].to(parallel.device)
             for j in range(mc):
                 generators = noise_generators(seed, [j << 32 | row for row in rows])
-                t, is_masked = model.draw_noise(x0, generators, (j, mc) if stratified else (0, 1))
+                noise = model.draw_noise(x0, generators, (j, mc) if stratified else (0, 1))
+                t, is_masked = (u.to(x0.device) for u in noise)
                 with autocast():
                     counts[rows, j] = sequence_nelbo(model, x0, is_masked, t).cpu()
                 bar.update(x0.numel())
@@ -578,7 +579,7 @@ def as_json(results, dtype, **machine):
 def main():
     check_settings()
     parallel, results = Parallel(device, dist_timeout), []
-    half = dtype == "bfloat16" or (dtype == "auto" and parallel.device.type == "cuda")
+    half = pick_dtype(dtype, parallel.device) == torch.bfloat16
     line, machine = select_kernels(kernels, parallel.device), hardware(parallel.device)
     if parallel.rank == 0:
         print(f"{parallel.world} x {machine.get('name')} {'bf16' if half else 'fp32'} | torch "

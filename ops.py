@@ -52,6 +52,7 @@ def plain():
     try:
         yield
     finally:
+        FAST.clear()
         FAST.update(kept)
 
 
@@ -292,7 +293,7 @@ def linear_cross_entropy_ref(hidden, head, target, weight):
     return (weight * F.cross_entropy(logits, target, reduction="none")).sum()
 
 
-def linear_cross_entropy(hidden, head, target, weight, chunk_elements=2 ** 27):
+def linear_cross_entropy(hidden, head, target, weight, chunk_elements=2 ** 28):
     """`linear_cross_entropy_ref`, tiled: at most chunk_elements logits exist at a time."""
     return _LinearCrossEntropy.apply(hidden, head, target, weight, chunk_elements)
 

@@ -24,9 +24,9 @@ import data as data_module
 from checkpoint import load_checkpoint, save_checkpoint
 from configurator import ConfigError, check, configure, script, settings_of
 from data import DataError, TokenData, bits_per_byte, noise_generators
-from model import BlockDiffusionLM, ModelConfig, ModelError, train_flops
-from parallel import (Parallel, ShardedAdamW, compile_layers, lost_rank, matmul_ceiling, select_kernels,
-                      share_of_batch)
+from model import BlockDiffusionLM, ModelConfig, ModelError, to_device, train_flops
+from parallel import (Parallel, ShardedAdamW, ampere, compile_layers, lost_rank, matmul_ceiling, pick_dtype,
+                      select_kernels, share_of_batch)
 
 # ---------------------------------------------------------------------------------------------
 # Settings: the defaults train a small BDLM Mamba-H on bytes in under four minutes on two cores.
@@ -68,7 +68,7 @@ log_interval = 100                      # steps between lines of the log
 # system
 device = "auto"                         # auto, cpu, cuda or mps
 dtype = "auto"                          # auto: bfloat16 on CUDA, float32 elsewhere
-kernels = "auto"                        # auto, or torch to force the plain operations
+kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
 compile = True                          # torch.compile the layers; on CUDA only
 dist_timeout = 300                      # seconds until a collective without an answer ends the job
 # ---------------------------------------------------------------------------------------------
@@ -248,12 +248,12 @@ def main():
     log = Log(os.path.join(out_dir, "log.jsonl"), step, master)
 
     # 3. Precision, compilation, kernels.
-    use_bf16 = dtype == "bfloat16" or (dtype == "auto" and dev.type == "cuda")
+    use_bf16 = pick_dtype(dtype, dev) == torch.bfloat16
     def autocast():
         if use_bf16:
             return torch.autocast(dev.type, dtype=torch.bfloat16)
         return contextlib.nullcontext()
-    if compile and dev.type == "cuda":
+    if compile and ampere(dev):
         compile_layers(model)
     say(f"{config.n_layer} layers, width {config.d_model}, {model.n_params:,} parameters | "
         f"{parallel.world} x {dev} {'bf16' if use_bf16 else 'fp32'} | {chosen}")
@@ -282,7 +282,7 @@ def main():
 
     # 4. The loop.
     flops = train_flops(config, seq_len) * batch_size / parallel.world
-    ceiling = matmul_ceiling(dev) if dev.type == "cuda" else None
+    ceiling = matmul_ceiling(dev) if ampere(dev) else None
     if ceiling:
         say(f"{flops / 1e12:.1f} TFLOP a step and GPU; MFU is of {ceiling / 1e12:.0f} TFLOP/s, measured")
     bad_steps = skipped = 0
@@ -295,7 +295,7 @@ def main():
         for rows in micro_batches:
             # Data and noise belong to a row of the global batch, whoever runs it. Its loss is weighted by its share of
             # that batch, so micro-batches and ranks add up and are never averaged.
-            x0 = train_data.batch(seed, step, rows, batch_size, seq_len).to(dev, non_blocking=True)
+            x0 = to_device(train_data.batch(seed, step, rows, batch_size, seq_len), dev)
             generators = noise_generators(seed, [step * batch_size + row for row in rows])
             with autocast():
                 part = model(x0, generators) * (len(rows) / batch_size)

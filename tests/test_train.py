@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+import ops
 from checkpoint import load_checkpoint
 from configurator import ConfigError, configure
 from conftest import make_model
 from data import prepare_stdlib
 from model import ModelError
 from paper import transfer_lr
-from parallel import ShardedAdamW, select_kernels
+from parallel import ShardedAdamW, ampere, pick_dtype, select_kernels
 from train import Log, learning_rate_at
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
@@ -148,12 +149,27 @@ def test_clip_and_step_is_reduce_and_a_clipped_step():
 
 
 def test_a_cpu_and_kernels_torch_run_the_plain_operations():
-    from ops import FAST
     for setting in ("auto", "torch"):
-        FAST["ssd_scan"] = None                         # of an earlier choice
-        assert select_kernels(setting, "cpu") == "kernels: plain" and FAST == {}
-    with pytest.raises(ConfigError, match="kernels must be one of auto, torch, but is 'triton'"):
+        ops.FAST["ssd_scan"] = None                     # of an earlier choice
+        assert select_kernels(setting, "cpu") == "kernels: plain" and ops.FAST == {}
+    with pytest.raises(ConfigError, match="kernels must be one of auto, torch, mamba_ssm, but is 'triton'"):
         select_kernels("triton", "cpu")
+
+
+def test_a_gpu_before_ampere_runs_the_plain_operations_in_fp32(monkeypatch):
+    """Colab's T4, by a mocked capability. Kernels and generation's engine follow from the table, which stays empty."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    for capability, modern in (((7, 5), False), ((7, 0), False), ((8, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        assert ampere("cuda") == modern and not ampere("cpu")
+        assert pick_dtype("auto", "cuda") == (torch.bfloat16 if modern else torch.float32)
+    assert pick_dtype("auto", "cpu") == pick_dtype("float32", "cuda") == torch.float32
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert select_kernels("auto", "cuda") == (
+        "kernels: plain (Tesla T4 has compute capability 7.5; bf16 and fast/ need 8.0)")
+    assert ops.FAST == {}
+    with pytest.raises(ConfigError, match="kernels=mamba_ssm needs a GPU of compute capability 8.0"):
+        select_kernels("mamba_ssm", "cuda")
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_three_in_a_row_stop_the_run(corpus, tmp_path, capsys):

@@ -10,9 +10,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from configurator import check, check_file, configure, script, write_file
+from data import noise_generators
 from decoders import Sampler
 from model import BlockDiffusionLM, ModelError, config_from_file
-from parallel import ShardedAdamW, compile_layers, hardware, pick_device, select_kernels
+from parallel import ShardedAdamW, ampere, compile_layers, hardware, pick_device, pick_dtype, select_kernels
 from sample import open_engine
 
 configs = []                            # files of config/; []: mamba_h_350m, on a CPU laptop
@@ -23,8 +24,8 @@ out = ""                                # also write the JSON here
 
 SCAN = ("steps_kernel", "forward_kernel", "tiles_kernel", "after_kernel", "before_kernel", "decays_kernel",
         "walk_kernel", "pass_kernel")
-ATTENTION = ("flex", "attend", "combine_k", "cudnn", "output_kernel", "queries_kernel", "keys_kernel")
-KINDS = {"products": ("nvjet", "gemm", "splitK", "cutlass"), "attention": ATTENTION,
+ATTENTION = ("flash", "flex", "attend", "combine_k", "cudnn")
+KINDS = {"attention": ATTENTION, "products": ("nvjet", "gemm", "splitK", "cutlass"),
          "scan": SCAN, "convolution": ("conv_",), "norms": ("gated_norm", "add_norm"), "pointwise": ("triton_",)}
 
 
@@ -35,14 +36,15 @@ def kind_of(name):
 def training_step(config, dev):
     model = BlockDiffusionLM(config).to(dev)
     optimizer = ShardedAdamW(model, 1e-3, (0.9, 0.95), 0.1)
-    if dev.type == "cuda":
+    if ampere(dev):
         compile_layers(model)
     x0 = torch.randint(0, config.mask_id, (micro_batch_size, config.seq_len), device=dev)
+    generators = noise_generators(0, range(micro_batch_size))
 
     def step():
         optimizer.zero_grad()
-        with torch.autocast(dev.type, torch.bfloat16, enabled=dev.type == "cuda"):
-            loss = model(x0)
+        with torch.autocast(dev.type, torch.bfloat16, enabled=ampere(dev)):
+            loss = model(x0, generators)
         loss.backward()
         optimizer.clip_and_step(1e-4)
     return step
@@ -52,8 +54,7 @@ def training_step(config, dev):
 def denoising_step(config, dev):
     model = BlockDiffusionLM(config).to(dev)
     torch.nn.init.normal_(model.head.weight, std=0.02)
-    on_gpu = dev.type == "cuda"
-    model, new_decoder = open_engine("auto", model, torch.bfloat16 if on_gpu else torch.float32, compile=on_gpu)
+    model, new_decoder = open_engine("auto", model, pick_dtype("auto", dev), compile=dev.type == "cuda")
     cache = model.new_cache(1, config.block_len)
     decoder = new_decoder(model, cache, Sampler([0], mask_id=config.mask_id), config.block_len)
 
