@@ -23,6 +23,7 @@ import ops
 from configurator import ConfigError, check
 
 ROOT = pathlib.Path(__file__).resolve().parent
+KERNELS = ("auto", "torch", "mamba_ssm")
 
 # torch 2.13 renamed these two; 2.11 has only the old names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -43,6 +44,16 @@ def pick_device(name):
     return name
 
 
+def ampere(device):
+    """Whether a device is a GPU of compute capability 8.0 (Ampere) or more: bf16 and the kernels of fast/ need it."""
+    return torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def pick_dtype(setting, device):
+    """"auto" -> torch.bfloat16 where the GPU has it, torch.float32 elsewhere; otherwise the dtype of that name."""
+    return getattr(torch, setting) if setting != "auto" else torch.bfloat16 if ampere(device) else torch.float32
+
+
 def has_fast():
     """Whether the folder fast/ is here. Looks for its file: an ImportError could also be a mistake inside fast/."""
     return (ROOT / "fast" / "__init__.py").is_file()
@@ -51,15 +62,29 @@ def has_fast():
 def select_kernels(setting, device):
     """
     Decides which implementation of the operations runs on a device, and returns a line that says which. setting:
-    "auto" takes the fastest ones, those of fast/ on a GPU; "torch" takes the plain ones. Raises ConfigError for another
-    setting.
+    "auto" takes the fastest ones, those of fast/ on a GPU; "torch" takes the plain ones; "mamba_ssm" takes those of
+    the packages mamba-ssm and causal-conv1d, and plain ones for the rest. Raises ConfigError for another setting, and
+    for mamba_ssm where it cannot run.
     """
-    check(dict(kernels=setting), choices=dict(kernels=("auto", "torch")))
+    check(dict(kernels=setting), choices=dict(kernels=KERNELS))
     ops.FAST.clear()
+    if setting == "mamba_ssm":
+        if not (ampere(device) and has_fast()):
+            raise ConfigError(f"kernels=mamba_ssm needs a GPU of compute capability 8.0 or more, and the folder fast/; "
+                              f"this is {device}. Use --kernels=auto")
+        from fast import mamba_ssm
+        try:
+            return mamba_ssm.select()
+        except ImportError as error:
+            raise ConfigError(f"kernels=mamba_ssm needs the package mamba-ssm ({error}); MAMBA_SKIP_CUDA_BUILD=TRUE "
+                              f"pip install --no-deps --no-build-isolation mamba-ssm==2.3.2.post1 einops") from None
     if torch.device(device).type != "cuda":
         return "kernels: plain"
     if setting == "torch":
         return "kernels: plain (kernels=torch)"
+    if not ampere(device):
+        return (f"kernels: plain ({torch.cuda.get_device_name(device)} has compute capability "
+                f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}; bf16 and fast/ need 8.0)")
     if not has_fast():
         return "kernels: plain (there is no folder fast)"
     import fast

@@ -20,13 +20,14 @@ import time
 import torch
 from tqdm import tqdm
 
+import ops
 from checkpoint import (copy_row, fingerprint, load_model, load_prefix, need_cache, read_prefix,
                         save_prefix)
 from configurator import ConfigError, check, check_file, configure, script
 from data import DataError, get_tokenizer
 from decoders import ActiveBlock, Sampler, check_decoder
 from model import BlockDiffusionLM, ModelError, cast_for_inference, config_from_file, take
-from parallel import has_fast, pick_device, select_kernels
+from parallel import has_fast, pick_device, pick_dtype, select_kernels
 
 # ---------------------------------------------------------------------------------------------
 # Settings
@@ -51,7 +52,7 @@ seed = 1337                             # of the first row; row i has seed + i
 watch = False                           # show the active block while it is unmasked
 device = "auto"                         # auto, cpu, cuda or mps
 dtype = "auto"                          # auto: bfloat16 on CUDA, float32 elsewhere
-kernels = "auto"                        # auto, or torch to force the plain operations
+kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
 compile = True                          # torch.compile the fast engines' layers; on CUDA only
 engine = "auto"                         # auto, simple, fused or graphs: all draw the same tokens, up to rounding
 # ---------------------------------------------------------------------------------------------
@@ -107,13 +108,13 @@ class Decoder:
 def open_engine(wanted, model, dtype=torch.float32, compile=False):
     """
     The model to generate with, and new_decoder(model, cache, sampler, block_len) for it. wanted: "simple", the class
-    above; "fused", fast/ with prepared weights; "graphs", the same in CUDA graphs; "auto", graphs on a GPU and simple
-    elsewhere. Side effect: "simple" casts the weights of `model` in place; the others work on a copy. Raises ConfigError
+    above; "fused", fast/ with prepared weights; "graphs", the same in CUDA graphs; "auto", graphs where the kernels of
+    fast/ were selected and simple elsewhere. Side effect: "simple" casts the weights of `model` in place; the others work on a copy. Raises ConfigError
     for an engine that cannot run. All engines draw the same tokens, up to rounding.
     """
     check(dict(engine=wanted), choices=dict(engine=ENGINES))
     on_gpu = model.embed.weight.is_cuda
-    if wanted == "simple" or (wanted == "auto" and not (on_gpu and has_fast())):
+    if wanted == "simple" or (wanted == "auto" and not (on_gpu and "cached_attention" in ops.FAST)):
         return cast_for_inference(model, dtype), Decoder
     if wanted == "graphs" and not on_gpu:
         raise ConfigError("engine=graphs records CUDA graphs, and the model is on the CPU; use --engine=auto")
@@ -380,7 +381,7 @@ def main():
     chosen = select_kernels(kernels, dev)
     model, tokenizer = open_model(dev)
     c, n_params = model.config, model.n_params
-    weights = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and dev == "cuda") else torch.float32
+    weights = pick_dtype(dtype, dev)
     mark = fingerprint(model, weights) if save_cache or load_cache else None
     prefix = load_prefix(load_cache, c, mark) if load_cache else None
     first = [] if prefix else [tokenizer.eot_token]     # of a new document

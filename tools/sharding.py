@@ -21,7 +21,7 @@ import torch.distributed as dist
 from bench import release, synchronize
 from configurator import ConfigError, check, check_file, configure, script, write_file
 from model import BlockDiffusionLM, ModelError, config_from_file
-from parallel import Parallel, ShardedAdamW, compile_layers, hardware, select_kernels
+from parallel import Parallel, ShardedAdamW, ampere, compile_layers, hardware, select_kernels
 
 config = ""                             # a file of config/; empty: mamba_h_350m, on a CPU laptop
 micro_batch_size = 8                    # sequences on a device
@@ -77,12 +77,12 @@ def fsdp(model):
 
 def measure(name, build, c, parallel):
     """A row: the median step, and the losses (means over ranks) before each of the first four."""
-    dev, on_gpu = parallel.device, parallel.device.type == "cuda"
+    dev = parallel.device
     gc.collect()                                        # the wrapped model before this one is a cycle
     release()
     torch.manual_seed(0)
     model = BlockDiffusionLM(c).to(dev)
-    if on_gpu:
+    if ampere(dev):
         compile_layers(model)
     generator = torch.Generator(dev).manual_seed(1 + parallel.rank)
     x0 = torch.randint(0, c.mask_id, (micro_batch_size, c.seq_len), device=dev, generator=generator)
@@ -92,7 +92,7 @@ def measure(name, build, c, parallel):
         synchronize(dev)
         dist.barrier()
         start = time.perf_counter()
-        with torch.autocast(dev.type, torch.bfloat16, enabled=on_gpu):
+        with torch.autocast(dev.type, torch.bfloat16, enabled=ampere(dev)):
             loss = wrapped(x0, generator)
         (loss / (parallel.world if name == "ours" else 1)).backward()
         update()

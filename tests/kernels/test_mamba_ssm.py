@@ -1,0 +1,139 @@
+"""--kernels=mamba_ssm: the scan of mamba-ssm and the convolution of causal-conv1d against the plain twins. An oracle
+from outside: nobody here wrote it. Most of it needs a GPU and mamba-ssm (fast/mamba_ssm.py says how to install it)."""
+import copy
+import importlib.util
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from conftest import ARCHITECTURES, need_fast
+
+need_fast()
+
+import ops  # noqa: E402
+import parallel  # noqa: E402
+from configurator import ConfigError  # noqa: E402
+from decoders import Sampler  # noqa: E402
+from fast import mamba_ssm  # noqa: E402
+from model import BlockDiffusionLM, ModelConfig  # noqa: E402
+from parallel import ShardedAdamW, select_kernels  # noqa: E402
+from sample import Decoder, generate, open_engine  # noqa: E402
+
+with_package = pytest.mark.skipif(not torch.cuda.is_available() or importlib.util.find_spec("mamba_ssm") is None,
+                                  reason="needs a CUDA GPU and mamba-ssm")
+
+
+@pytest.fixture(autouse=True)
+def _restore_kernels():
+    yield
+    ops.FAST.clear()
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """fp32 products in fp32: the package's kernels take Triton's default, tf32."""
+    import triton
+    monkeypatch.setattr(triton.knobs.language, "fp32_default", "ieee")
+
+
+def error(got, want):
+    return float((got.detach().double() - want.detach().double()).norm() / want.detach().double().norm())
+
+
+def test_it_asks_for_a_gpu_and_for_the_package(monkeypatch):
+    with pytest.raises(ConfigError, match="kernels=mamba_ssm needs a GPU .* this is cpu"):
+        select_kernels("mamba_ssm", "cpu")
+    monkeypatch.setattr(parallel, "ampere", lambda device: True)
+    monkeypatch.setitem(sys.modules, "mamba_ssm", None)  # `import mamba_ssm` fails
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    mamba_ssm.library.cache_clear()
+    with pytest.raises(ConfigError, match="needs the package mamba-ssm .*pip install --no-deps"):
+        select_kernels("mamba_ssm", "cuda")
+    assert ops.FAST == {}
+
+
+def test_the_convolution_is_given_what_the_package_documents(monkeypatch):
+    """x (b, c, s) and initial_states (b, c, w - 1), both with channels side by side; the package in plain torch."""
+    def causal_conv1d_fn(x, weight, bias, initial_states, activation):
+        assert x.stride(1) == initial_states.stride(1) == 1 and activation == "silu"
+        columns = torch.cat([initial_states, x], 2)
+        return F.silu(F.conv1d(columns, weight[:, None], bias, groups=len(weight)))
+    monkeypatch.setitem(sys.modules, "causal_conv1d", types.SimpleNamespace(causal_conv1d_fn=causal_conv1d_fn))
+    for width in (16, 12):                               # 12 is no multiple of 8: the plain convolution
+        u, initial = torch.randn(2, 9, width, dtype=torch.float64), torch.randn(2, 3, width, dtype=torch.float64)
+        weight, bias = torch.randn(width, 4, dtype=torch.float64), torch.randn(width, dtype=torch.float64)
+        got = mamba_ssm.causal_conv(u, weight, bias, initial)
+        assert torch.allclose(got, ops.causal_conv.plain(u, weight, bias, initial), atol=1e-12)
+
+
+@with_package
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("s, block_len, given, want_states", [
+    (1024, 256, True, True), (1024, None, False, True), (256, None, True, False), (1024, None, False, False),
+    (192, 96, True, True)])
+def test_scan_states_and_gradients_equal_the_plain_scan(exact, s, block_len, given, want_states, dtype, limit):
+    b, h, p, n = 2, 3, 64, 64
+    torch.manual_seed(0)
+    inputs = dict(x=torch.randn(b, s, h, p).to(dtype), dt=0.1 * torch.rand(b, s, h), A=-1 - 15 * torch.rand(h),
+                  B=torch.randn(b, s, n).to(dtype), C=torch.randn(b, s, n).to(dtype), D=torch.randn(h))
+    if given:
+        inputs["initial_state"] = torch.randn(b, h, p, n)
+
+    def run(scan, inputs):
+        inputs = {k: v.cuda().requires_grad_() for k, v in inputs.items()}
+        y, states = scan(**inputs, block_len=block_len, want_states=want_states)
+        outputs = [y, states] if want_states else [y]
+        g = torch.Generator("cuda").manual_seed(1)
+        seeds = [torch.randn(o.shape, generator=g, device="cuda").to(o.dtype) for o in outputs]
+        return outputs + list(torch.autograd.grad(outputs, inputs.values(), seeds))
+    select_kernels("mamba_ssm", "cuda")
+    got = run(ops.ssd_scan, inputs)
+    if want_states:
+        assert got[1].dtype == torch.float32
+    for ours, plain in zip(got, run(ops.ssd_scan.plain, {k: v.double() for k, v in inputs.items()})):
+        assert error(ours, plain) < limit
+
+
+def make_gpu_model(name):
+    attn_every, block_len = ARCHITECTURES[name]
+    torch.manual_seed(0)
+    model = BlockDiffusionLM(ModelConfig(
+        vocab_size=1000, seq_len=512, block_len=512 if block_len == 32 else 128, attn_every=attn_every, n_layer=4,
+        n_head=4, d_model=128, d_state=64))
+    torch.nn.init.normal_(model.head.weight, std=0.1)
+    return model.cuda()
+
+
+@with_package
+@pytest.mark.parametrize("name", ["diffumamba_h", "mamba_h"])
+def test_twenty_training_steps_equal_the_plain_ones(exact, name):
+    start, data, losses = make_gpu_model(name), torch.randint(0, 999, (2, 512), device="cuda"), []
+    for kernels in ("mamba_ssm", "torch"):
+        select_kernels(kernels, "cuda")
+        model = copy.deepcopy(start)
+        optimizer, row = ShardedAdamW(model, 1e-3, (0.9, 0.95), 0.1), []
+        for step in range(20):
+            optimizer.zero_grad()
+            loss = model(data, [torch.Generator().manual_seed(100 * step + i) for i in range(2)])
+            loss.backward()
+            optimizer.step(1e-3, min(1.0, 1.0 / float(optimizer.reduce())))
+            row.append(float(loss.detach()))
+        losses.append(row)
+    worst = max(abs(a - b) / b for a, b in zip(*losses))
+    print(f"\n{name}: worst relative difference of 20 losses {worst:.1e}", end="")
+    assert worst < 1e-4 and len(set(losses[0])) == 20
+
+
+@with_package
+def test_a_whole_generation_equals_the_plain_one(exact):
+    model, found = make_gpu_model("mamba_h"), []
+    prompts = [torch.arange(300), torch.arange(7)]
+    for kernels in ("mamba_ssm", "torch"):
+        line = select_kernels(kernels, "cuda")
+        opened, new_decoder = open_engine("auto", model)
+        assert new_decoder is Decoder and ("mamba-ssm" in line) == (kernels == "mamba_ssm")
+        found.append(generate(opened, prompts, 400, Sampler([0, 1], tokens_per_step=8, mask_id=999), new_decoder).tokens)
+    assert all(torch.equal(a, b) for a, b in zip(*found))
