@@ -3,6 +3,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -94,27 +95,36 @@ def test_accumulation_does_not_change_the_run(corpus, tmp_path):
     np.testing.assert_allclose(*losses, rtol=2e-5)
 
 
-def torchrun(processes, argv):
-    return subprocess.run([sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}",
-                           "--master_port=0", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0",
-                           "train.py", *argv], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-                          capture_output=True, text=True, timeout=150)
+def torchrun(processes, argv, nodes=1):
+    """The train.py of each node's agent, all on this machine."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    agents = [subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc_per_node={processes}",
+         f"--node_rank={node}", "--master_addr=localhost", f"--master_port={port}", "train.py", *argv],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True) for node in range(nodes)]
+    return [(*agent.communicate(timeout=150), agent.returncode) for agent in agents]
 
 
-def test_two_processes_train_the_same_model_as_one_and_resume_on_one(corpus, tmp_path):
-    one, two = str(tmp_path / "one"), str(tmp_path / "two")
-    run(TINY + [f"--data={corpus}", f"--out_dir={one}", "--max_iters=5", "--eval_interval=5"])
-    done = torchrun(2, TINY + [f"--data={corpus}", f"--out_dir={two}", "--max_iters=5", "--eval_interval=5"])
-    assert done.returncode == 0, done.stderr
-    a, b = load_checkpoint(f"{one}/ckpt.pt"), load_checkpoint(f"{two}/ckpt.pt")
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_processes_on_one_or_two_nodes_train_the_same_model_as_one(corpus, tmp_path, nodes):
+    """Two processes on each node. What they trained resumes on one."""
+    one, many = str(tmp_path / "one"), str(tmp_path / "many")
+    tiny = TINY + [f"--data={corpus}", "--max_iters=5", "--eval_interval=5"]
+    run(tiny + [f"--out_dir={one}"])
+    for _, errors, code in torchrun(2, tiny + [f"--out_dir={many}"], nodes):
+        assert code == 0, errors
+    a, b = load_checkpoint(f"{one}/ckpt.pt"), load_checkpoint(f"{many}/ckpt.pt")
     for name in a["model"]:
         torch.testing.assert_close(a["model"][name], b["model"][name], rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(a["optimizer"][name]["exp_avg"], b["optimizer"][name]["exp_avg"],
                                    rtol=1e-3, atol=1e-6)
-    losses = [[r.get("loss") or r["val_loss"] for r in read_log(d)] for d in (one, two)]
+    losses = [[r.get("loss") or r["val_loss"] for r in read_log(d)] for d in (one, many)]
     np.testing.assert_allclose(*losses, rtol=1e-4)
-    module = run(TINY + [f"--data={corpus}", f"--out_dir={two}", "--max_iters=6", "--resume"])
-    assert load_checkpoint(f"{two}/ckpt.pt")["step"] == 6 and module is not None
+    module = run(tiny + [f"--out_dir={many}", "--max_iters=6", "--resume"])
+    assert load_checkpoint(f"{many}/ckpt.pt")["step"] == 6 and module is not None
 
 
 def test_sharded_adamw_is_adamw(corpus):
