@@ -76,8 +76,9 @@ def select_kernels(setting, device):
         try:
             return mamba_ssm.select()
         except ImportError as error:
-            raise ConfigError(f"kernels=mamba_ssm needs the package mamba-ssm ({error}); MAMBA_SKIP_CUDA_BUILD=TRUE "
-                              f"pip install --no-deps --no-build-isolation mamba-ssm==2.3.2.post1 einops") from None
+            raise ConfigError(f"kernels=mamba_ssm needs the package mamba-ssm ({error}); MAMBA_FORCE_BUILD=TRUE "
+                              f"MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation "
+                              f"mamba-ssm==2.3.2.post1 einops") from None
     if torch.device(device).type != "cuda":
         return "kernels: plain"
     if setting == "torch":

@@ -2,7 +2,8 @@
 The scan of mamba-ssm and the convolution of causal-conv1d, as a backend: --kernels=mamba_ssm. The rest stays plain.
 Slower than the kernels here, but known to many: an independent oracle. `auto` never chooses it.
 
-    MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation mamba-ssm==2.3.2.post1 && pip install einops
+    pip install setuptools wheel einops
+    MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation mamba-ssm==2.3.2.post1
     python train.py config/mamba_h_87m.py --kernels=mamba_ssm
     python -m pytest tests/kernels/test_mamba_ssm.py
 """
