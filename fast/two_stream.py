@@ -8,7 +8,7 @@ that package is installed, on Hopper and later in 16 bits, and its own Triton ke
     python -m pytest tests/kernels/test_kernels.py -k two_stream    values and gradients
 """
 import functools
-import importlib.util
+import importlib.metadata
 import warnings
 
 import torch
@@ -26,10 +26,10 @@ warnings.filterwarnings("ignore", message=".*aux_data.*")       # of FlashAttent
 
 
 def has_flash():
-    """Whether FlashAttention-4 is installed. Its module is flash_attn.cute."""
+    """Whether flash-attn-4 is installed. The module tells less: flash-attn 2 brings an old flash_attn.cute, too."""
     try:
-        return importlib.util.find_spec("flash_attn.cute") is not None
-    except ModuleNotFoundError:                         # no flash_attn at all
+        return bool(importlib.metadata.version("flash-attn-4"))
+    except importlib.metadata.PackageNotFoundError:
         return False
 
 
