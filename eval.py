@@ -155,8 +155,7 @@ def nelbo_counts(model, x, parallel, autocast, seed, mc, stratified=False, batch
             x0 = x[list(rows)].to(parallel.device)
             for j in range(mc):
                 generators = noise_generators(seed, [j << 32 | row for row in rows])
-                noise = model.draw_noise(x0, generators, (j, mc) if stratified else (0, 1))
-                t, is_masked = (u.to(x0.device) for u in noise)
+                t, is_masked = model.draw_noise(x0, generators, (j, mc) if stratified else (0, 1))
                 with autocast():
                     counts[rows, j] = sequence_nelbo(model, x0, is_masked, t).cpu()
                 bar.update(x0.numel())

@@ -152,11 +152,6 @@ def gated(h, y, gate):
     return (h + (y if gate is None else gate * y)).to(h.dtype)
 
 
-def to_device(x, device):
-    """x on a device. A GPU copies from pinned memory while the host goes on."""
-    return x.pin_memory().to(device, non_blocking=True) if x.is_cpu and device.type == "cuda" else x.to(device)
-
-
 def take(x, at):
     """x (b, l, ...) at positions at (b, m) of each row -> (b, m, ...); at None: all of x."""
     return x if at is None else x[torch.arange(len(x), device=x.device)[:, None], at]
@@ -535,8 +530,7 @@ class BlockDiffusionLM(nn.Module):
         """
         Noise levels t (b, k), uniform on [1e-3, 1], and is_masked (b, s), each token with probability t of its block.
         stratum (j, n): t comes from the j-th of n equal parts of that interval. generator: None, a torch.Generator,
-        or a list with one for each sequence, whose noise then does not depend on the batch that it is in. Both are on
-        the generators' device.
+        or a list with one for each sequence, whose noise then does not depend on the batch that it is in.
         """
         (b, s), (j, n) = x0.shape, stratum
         k = s // self.block_len_for(s)
@@ -545,7 +539,8 @@ class BlockDiffusionLM(nn.Module):
             u = torch.rand(b, k + s, generator=generator, device=device)
         else:
             u = torch.stack([torch.rand(k + s, generator=g) for g in generator])
-        t = 1e-3 + (1 - 1e-3) * (j + u[:, :k]) / n     # u (b, k + s): levels, then tokens; t is never 0
+        u = u.to(x0.device)                                                    # (b, k + s): levels, then tokens
+        t = 1e-3 + (1 - 1e-3) * (j + u[:, :k]) / n                             # never 0: the weight is 1 / t
         return t, u[:, k:] < t.repeat_interleave(s // k, 1)
 
     def forward(self, x0, generator=None):
@@ -557,11 +552,10 @@ class BlockDiffusionLM(nn.Module):
         return self.loss(x0, is_masked, t)
 
     def loss(self, x0, is_masked, t):
-        """The loss for given noise: is_masked (b, s), t (b, k), both on any device."""
-        # Only masked tokens are scored, so only they need the head. Noise from CPU generators is still on the CPU: there
-        # nonzero costs nothing, while on a GPU it would wait for all that is queued.
+        """The loss for given noise: is_masked (b, s), t (b, k)."""
+        # Only masked tokens are scored, so only they need the head. To ask which ones they are waits for the GPU. Asked
+        # before the layers, while little is queued, this lets the host run ahead through forward and backward.
         masked = is_masked.flatten().nonzero().squeeze(1)                      # (m,)
-        masked, is_masked, t = (to_device(x, x0.device) for x in (masked, is_masked, t))
         xt = x0.masked_fill(is_masked, self.config.mask_id)
         weight = (1 / t).repeat_interleave(x0.size(1) // t.size(1), 1)         # (b, s)
         hidden, target, weight = (x.flatten(0, 1).index_select(0, masked)

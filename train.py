@@ -24,7 +24,7 @@ import data as data_module
 from checkpoint import load_checkpoint, save_checkpoint
 from configurator import ConfigError, check, configure, script, settings_of
 from data import DataError, TokenData, bits_per_byte, noise_generators
-from model import BlockDiffusionLM, ModelConfig, ModelError, to_device, train_flops
+from model import BlockDiffusionLM, ModelConfig, ModelError, train_flops
 from parallel import (Parallel, ShardedAdamW, ampere, compile_layers, lost_rank, matmul_ceiling, pick_dtype,
                       select_kernels, share_of_batch)
 
@@ -295,7 +295,7 @@ def main():
         for rows in micro_batches:
             # Data and noise belong to a row of the global batch, whoever runs it. Its loss is weighted by its share of
             # that batch, so micro-batches and ranks add up and are never averaged.
-            x0 = to_device(train_data.batch(seed, step, rows, batch_size, seq_len), dev)
+            x0 = train_data.batch(seed, step, rows, batch_size, seq_len).to(dev, non_blocking=True)
             generators = noise_generators(seed, [step * batch_size + row for row in rows])
             with autocast():
                 part = model(x0, generators) * (len(rows) / batch_size)

@@ -114,19 +114,17 @@ def new_decoder(wanted, model, cache, sampler, block_len):
     Builds the FastDecoder of an engine. "graphs": its steps are CUDA graphs; ConfigError where they cannot be recorded.
     "auto": graphs too, but where they cannot be recorded it prints why, once, and runs without. "fused": no graphs.
     """
-    why = ""
-    if wanted != "fused" and cache.max_len and "cached_attention" not in ops.FAST:
-        why = "they need the Triton kernels (--kernels=auto, pip install triton)"
-    if wanted != "fused" and not why:
+    if wanted == "graphs" and cache.max_len and "cached_attention" not in ops.FAST:
+        raise ConfigError("no CUDA graphs: they need the Triton kernels (--kernels=auto, pip install triton)")
+    if wanted != "fused":
         try:
             return FastDecoder(model, cache, sampler, block_len, graphs=True)
         except RuntimeError as error:
-            why = f"one could not be recorded: {str(error).splitlines()[0]}"
+            why = f"no CUDA graphs: one could not be recorded: {str(error).splitlines()[0]}"
+            if wanted == "graphs":
+                raise ConfigError(why) from None
+            say_once(why)
             cache.clear()
-    if wanted == "graphs":
-        raise ConfigError(f"no CUDA graphs: {why}")
-    if why:
-        say_once(f"no CUDA graphs: {why}")
     return FastDecoder(model, cache, sampler, block_len, graphs=False)
 
 

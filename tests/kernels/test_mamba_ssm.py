@@ -110,16 +110,17 @@ def make_gpu_model(name):
 @with_package
 @pytest.mark.parametrize("name", ["diffumamba_h", "mamba_h"])
 def test_twenty_training_steps_equal_the_plain_ones(exact, name):
+    """At a rate at which training does not amplify rounding: at 1e-3 a relative 3e-6 in the scan grows to 2e-3."""
     start, data, losses = make_gpu_model(name), torch.randint(0, 999, (2, 512), device="cuda"), []
     for kernels in ("mamba_ssm", "torch"):
         select_kernels(kernels, "cuda")
         model = copy.deepcopy(start)
-        optimizer, row = ShardedAdamW(model, 1e-3, (0.9, 0.95), 0.1), []
+        optimizer, row = ShardedAdamW(model, 2e-4, (0.9, 0.95), 0.1), []
         for step in range(20):
             optimizer.zero_grad()
             loss = model(data, [torch.Generator().manual_seed(100 * step + i) for i in range(2)])
             loss.backward()
-            optimizer.step(1e-3, min(1.0, 1.0 / float(optimizer.reduce())))
+            optimizer.step(2e-4, min(1.0, 1.0 / float(optimizer.reduce())))
             row.append(float(loss.detach()))
         losses.append(row)
     worst = max(abs(a - b) / b for a, b in zip(*losses))
