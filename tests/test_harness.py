@@ -1,0 +1,82 @@
+"""tools/harness.py: our models in lm-evaluation-harness give the answers that they give in eval.py."""
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("lm_eval", reason="needs lm_eval: pip install lm_eval==0.4.13")
+
+import eval as evaluation  # noqa: E402
+from checkpoint import save_checkpoint  # noqa: E402
+from configurator import ConfigError  # noqa: E402
+from conftest import BLOCK_MODELS, make_model  # noqa: E402
+from data import load_questions  # noqa: E402
+from parallel import Parallel  # noqa: E402
+from tools import harness  # noqa: E402
+
+TASK = """
+task: made_up
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {path}}}}}
+output_type: multiple_choice
+validation_split: validation
+doc_to_text: "{{{{context}}}}"
+doc_to_target: gold
+doc_to_choice: "{{{{choices}}}}"
+target_delimiter: ""
+metric_list: [{{metric: acc}}]
+"""
+
+
+@pytest.fixture(params=[*BLOCK_MODELS, "diffumamba_h"])
+def folder(request, tmp_path, monkeypatch):
+    """A checkpoint of a random model of bytes, a prepared question set, and a task file for the same questions."""
+    model = make_model(request.param, torch.float32, vocab_size=258, seq_len=64, block_len=64 if "diff" in
+                       request.param else 8)
+    save_checkpoint(tmp_path / "ckpt.pt", model, step=0, tokenizer="bytes", settings={})
+    rows = [dict(task="made_up", id=str(i), context=f"Question: {'what? ' * (i % 13)}\nAnswer:", gold=i % 2,
+                 choices=[f" {'yes ' * (i % 3 + 1)}", f" no{i}"]) for i in range(20)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "made_up.jsonl").write_text(text)
+    (tmp_path / "made_up.yaml").write_text(TASK.format(path=tmp_path / "made_up.jsonl"))
+    for name, value in dict(checkpoint=str(tmp_path), tasks=["made_up"], include_path=str(tmp_path), limit=0,
+                            device="cpu", out=str(tmp_path / "out.json")).items():
+        monkeypatch.setattr(harness, name, value)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("score", ["pll", "nelbo"])
+def test_answers_in_the_harness_are_those_of_eval(folder, monkeypatch, score):
+    monkeypatch.setattr(harness, "score", score)
+    harness.main()
+    answers = json.loads((folder / "out.json").read_text())["answers"]["made_up"]
+    model, tokenizer, _ = evaluation.open_checkpoint(str(folder), "cpu")
+    questions = load_questions(Path(folder / "made_up.jsonl"), tokenizer, 64)
+    nll = evaluation.score_answers(model, [q["pairs"] for q in questions], Parallel("cpu", 60), score,
+                                   harness.seed, harness.mc, 8 * 64)
+    assert len(answers) == 20
+    for answer in answers:
+        costs, gold = nll[answer["question"]], questions[answer["question"]]["gold"]
+        np.testing.assert_allclose(answer["log_p"], -costs, rtol=1e-5)
+        assert answer["acc"] == float(costs.argmin() == gold)
+
+
+def test_text_ends_before_the_string_that_the_task_asks_for(folder):
+    model = harness.NanoBDLM(str(folder))
+    def generate(until):
+        request = type("Request", (), dict(args=("def f", dict(until=until, max_gen_toks=24, do_sample=False))))
+        return model.generate_until([request])[0]
+    whole = generate([])
+    stop = whole[len(whole) // 2]
+    assert generate([stop]) == whole.partition(stop)[0]
+
+
+def test_what_the_harness_cannot_do_is_a_sentence(folder, monkeypatch):
+    with pytest.raises(ConfigError, match="python eval.py has the NELBO"):
+        harness.NanoBDLM(str(folder)).loglikelihood_rolling([])
+    monkeypatch.setattr(harness, "tasks", ["no_such_task"])
+    with pytest.raises(ConfigError, match="the harness has no task 'no_such_task'"):
+        harness.main()
