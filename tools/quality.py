@@ -1,0 +1,180 @@
+"""
+Quality against speed: how decoders of block models trade tokens/s for the quality of the text. Every model continues
+the same held-out prompts with every decoder; one other block model, the judge, scores all continuations and the real
+ones.
+
+    python -m tools.quality --checkpoints=out/a,out/b --judge=out/c --data=data/web
+    python -m tools.quality --draw=FILE.json            # only the table and the picture
+
+Bits per byte under the judge are a bound (its NELBO), and low for dull text as well as for good text: read them beside
+the entropy and the repeated 4-grams, and beside the same figures of the real continuations. None of them can tell
+whether a text is true, or stays on its subject for longer than the judge remembers.
+"""
+import json
+import math
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import eval as evaluation
+import sample
+from configurator import ConfigError, check, check_file, configure, script, write_file
+from data import DataError, TokenData, noise_seeds, token_bytes
+from decoders import Sampler
+from model import ModelError, cast_for_inference
+from paper import MODELS
+from parallel import Parallel, hardware, pick_dtype, select_kernels
+
+# -- settings --
+checkpoints = []                        # block models to compare: files or folders of train.py
+judge = ""                              # a block model that scores all texts; best one of another seed
+data = ""                               # a prepared folder; prompts come from its validation split
+decoders = ["random:1", "random:4", "random:16", "random:64", "confidence:4", "confidence:16",
+            "threshold:0.9", "threshold:0.7", "first_hitting"]      # order:p, or threshold:confidence
+prompts = 64                            # spread evenly over the validation text
+prompt_len = 256                        # tokens of each
+length = 512                            # tokens of each continuation
+batch_size = 64                         # rows that are generated side by side
+mc = 8                                  # noise samples of the judge
+seed = 1337                             # of all draws
+out = "out/quality.json"                # gets the figures; the picture goes beside it, as .png
+draw = ""                               # such a file: draw it, and generate nothing
+device = "auto"                         # auto, cpu, cuda or mps
+dtype = "auto"                          # auto: bfloat16 where the GPU has it, float32 elsewhere
+
+COLUMNS = dict(model="", decoder="", tok_per_s=",.0f", passes=".1f", bpb=".3f", bpb_se=".3f", entropy=".3f",
+               repeated=".4f")
+
+
+def make_sampler(decoder, rows, mask_id):
+    """The Sampler of a decoder such as "random:16" for rows of these numbers."""
+    order, _, value = decoder.partition(":")
+    try:
+        how = dict(threshold=float(value)) if order == "threshold" else dict(tokens_per_step=int(value)) if value else {}
+        return Sampler(noise_seeds(seed, rows), order, mask_id=mask_id, **how)
+    except ValueError as error:
+        raise ConfigError(f"decoder '{decoder}': {error}; write order:number, as in random:16") from None
+
+
+def repeated(tokens):
+    """The share of 4-grams that occurred before in the same text."""
+    grams = [tuple(tokens[i:i + 4]) for i in range(len(tokens) - 3)]
+    return 1 - len(set(grams)) / len(grams)
+
+
+def figures(texts, windows, judge_model, sizes, parallel):
+    """What is said of texts (n, length), continuations of the prompts of windows (n, prompt_len + length)."""
+    pairs = [[pair] for pair in zip(windows[:, :prompt_len].tolist(), texts.tolist())]
+    nats = evaluation.score_answers(judge_model, pairs, parallel, "nelbo", seed, mc,
+                                    8 * judge_model.config.seq_len, "judge")[:, 0]
+    bpb, bpb_se = evaluation.ratio(nats / math.log(2), sizes[texts].sum(1).astype(float))
+    return dict(bpb=bpb, bpb_se=bpb_se, repeated=float(np.mean([repeated(text) for text in texts.tolist()])),
+                entropy=float(np.mean([evaluation.text_figures(text)["entropy"] for text in texts.tolist()])))
+
+
+def continued(engine, decoder, windows):
+    """(continuations (n, length), tokens/s of all rows together, forward passes per block) by one decoder."""
+    model, new_decoder = engine
+    texts, seconds, passes = [], 0.0, []
+    for rows in evaluation.batches(range(len(windows)), batch_size):
+        starts = list(windows[list(rows), :prompt_len])
+        # The first time compiles and records; its figures do not count.
+        for counted in (False, True) if not texts else (True,):
+            done = sample.generate(model, starts, length, make_sampler(decoder, rows, model.config.mask_id), new_decoder)
+        texts.append(torch.stack(done.tokens)[:, prompt_len:].cpu())
+        seconds += done.seconds
+        l = model.config.block_len
+        passes.append(done.forward_passes / (-(-(prompt_len % l + length) // l)))
+    return torch.cat(texts).numpy(), len(windows) * length / seconds, float(np.mean(passes))
+
+
+def compare():
+    """All models with all decoders: the record that is written."""
+    parallel = Parallel(device, 300)
+    dev, rows = parallel.device, []
+    line, half = select_kernels("auto", dev), pick_dtype(dtype, parallel.device)
+    judge_model, tokenizer, judge_known = evaluation.open_checkpoint(judge, dev)
+    judge_model, sizes = cast_for_inference(judge_model, half), token_bytes(tokenizer.name)
+    val = TokenData(data or judge_known["data"], "val", tokenizer.name)
+    every = val.sequences(prompt_len + length)
+    if len(every) < prompts:
+        raise ConfigError(f"the validation text has {len(every)} pieces of {prompt_len + length} tokens; lower prompts")
+    windows = every[torch.linspace(0, len(every) - 1, prompts).round().long()]
+    opened = [(path, *evaluation.open_checkpoint(path, dev)) for path in checkpoints]
+    for path, model, theirs, _ in opened:
+        if model.config.full_sequence or theirs.name != tokenizer.name:
+            raise ConfigError(f"{path} must be a block model with the judge's tokenizer, {tokenizer.name}")
+    for decoder in decoders:
+        make_sampler(decoder, [0], 0)
+    rows.append(dict(model="real text", decoder="", **figures(
+        windows[:, prompt_len:].numpy(), windows, judge_model, sizes, parallel)))
+    with tqdm(total=len(opened) * len(decoders), desc="decoders") as bar:
+        for path, model, _, known in opened:
+            engine = sample.open_engine("auto", model, half)
+            for decoder in decoders:
+                texts, speed, passes = continued(engine, decoder, windows)
+                rows.append(dict(model=known["model"], checkpoint=known["checkpoint"], decoder=decoder, tok_per_s=speed,
+                                 passes=passes, **figures(texts, windows, judge_model, sizes, parallel),
+                                 sample=tokenizer.decode(texts[0].tolist())))
+                bar.update(1)
+    return dict(rows=rows, judge=judge_known, kernels=line, hardware=hardware(dev), settings=dict(
+        prompts=prompts, prompt_len=prompt_len, length=length, batch_size=batch_size, mc=mc, seed=seed))
+
+
+def show(rows):
+    evaluation.print_table([(name, [format(row[name], form) if row.get(name) is not None else "" for row in rows])
+                            for name, form in COLUMNS.items()])
+
+
+def picture(record, path):
+    """Bits per byte under the judge against tokens/s; the dashed line is the real text."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, ax = plt.subplots(figsize=(7.5, 4.6))
+    real, *rows = record["rows"]
+    for i, name in enumerate(dict.fromkeys(row["model"] for row in rows)):
+        mine = [row for row in rows if row["model"] == name]
+        label, colour = MODELS.get(max((k for k in MODELS if name.startswith(k)), key=len, default=""), (name, f"C{i}"))
+        ax.errorbar([row["tok_per_s"] for row in mine], [row["bpb"] for row in mine],
+                    yerr=[row["bpb_se"] for row in mine], fmt="o", ms=4, capsize=2, color=colour, label=label)
+        for row in mine:
+            ax.annotate(row["decoder"], (row["tok_per_s"], row["bpb"]), (5, 4), textcoords="offset points", fontsize=7,
+                        color=colour)
+    ax.axhline(real["bpb"], color="0.5", ls="--", lw=1)
+    ax.annotate("real text", (0.01, real["bpb"]), (0, 3), xycoords=("axes fraction", "data"),
+                textcoords="offset points", color="0.4", fontsize=8)
+    ax.set_xscale("log")
+    ax.margins(x=0.15)
+    ax.set(xlabel=f"tokens/s, {min(record['settings'][key] for key in ('batch_size', 'prompts'))} rows side by side",
+           ylabel="bits per byte under the judge")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False, fontsize=8)
+    fig.tight_layout()
+    fig.savefig(path, dpi=130)
+    plt.close(fig)
+
+
+def main():
+    check(globals(), least=dict(prompts=2, prompt_len=1, length=8, batch_size=1, mc=1, seed=0),
+          choices=dict(dtype=("auto", "float32", "bfloat16")))
+    check_file("out", out)
+    if draw:
+        with open(draw) as f:
+            record = json.load(f)
+    elif not checkpoints or not judge:
+        raise ConfigError("there is nothing to compare; name --checkpoints=out/a,out/b and a --judge=out/c")
+    else:
+        record = compare()
+        write_file(out, json.dumps(record, indent=1))
+    show(record["rows"])
+    png = f"{(draw or out).removesuffix('.json')}.png"
+    picture(record, png)
+    print(f"wrote {png}")
+
+
+if __name__ == "__main__":
+    with script("quality.py", DataError, ModelError):
+        configure(globals())
+        main()
