@@ -1,0 +1,137 @@
+"""
+Draws a block of text being unmasked as an animated SVG, from a recorded trace. It follows the reader's light or dark
+mode, and starts again when it has ended.
+
+    python -m tools.unmasking --checkpoint=out/mamba_h_87m --prompt_file=novel.txt --out=assets/unmasking.svg
+    python -m tools.unmasking --trace=assets/unmasking.json         # only draw it
+
+The trace is written beside the picture, as .json: the prompt, the tokens, and the step at which each was revealed.
+"""
+import json
+import re
+from xml.sax.saxutils import escape
+
+import torch
+
+import eval as evaluation
+import sample
+from configurator import ConfigError, check, check_file, configure, script, write_file
+from data import DataError
+from decoders import Sampler
+from model import ModelError
+from parallel import pick_device, pick_dtype, select_kernels
+
+# -- settings --
+checkpoint = "out"                      # a file of train.py, or the folder that holds it
+prompt = ""                             # a text to continue
+prompt_file = ""                        # or a file that holds it
+length = 0                              # new tokens; 0: to the end of the next block
+order = "random"                        # the decoder, see sample.py
+tokens_per_step = 0                     # revealed per denoising step; 0: a sixteenth of a block
+threshold = 0.9                         # of order=threshold
+temperature = 1.0
+seed = 1337                             # of all draws
+shown = 400                             # characters of the prompt that are drawn, its last ones
+columns = 88                            # characters of a line
+seconds = 8.0                           # from the first step to the last; the text then stays for half as long
+out = "out/unmasking.svg"               # the picture
+trace = ""                              # such a .json: draw it, and generate nothing
+device = "auto"                         # auto, cpu, cuda or mps
+dtype = "auto"                          # auto: bfloat16 where the GPU has it, float32 elsewhere
+
+WIDE, HIGH, MARGIN = 7.8, 17, 12        # of a character and of the frame, in the SVG's units
+
+
+def record():
+    """dict(prompt, tokens, steps): the prompt's text, the new tokens' texts, and the step that revealed each."""
+    text = open(prompt_file, encoding="utf-8").read() if prompt_file else prompt
+    dev = torch.device(pick_device(device))
+    select_kernels("auto", dev)
+    model, tokenizer, known = evaluation.open_checkpoint(checkpoint, dev)
+    config, ids = model.config, tokenizer.encode_ordinary(text) or [tokenizer.eot_token]
+    l = config.seq_len if config.full_sequence else config.block_len
+    count = length or 2 * l - len(ids) % l              # at least one whole block
+    sampler = Sampler([seed], order, tokens_per_step or max(l // 16, 1), threshold, temperature, mask_id=config.mask_id)
+    engine, new_decoder = sample.open_engine("auto", model, pick_dtype(dtype, dev))
+    masks = []                                          # of the active block, after every step
+    done = sample.generate(engine, [torch.tensor(ids)], count, sampler, new_decoder,
+                           on_step=lambda xt: masks.append((xt[0] == config.mask_id).cpu()))
+    steps, start, before = {}, 0 if config.full_sequence else len(ids) // l * l, None
+    for step, masked in enumerate(masks):
+        if before is None or not before.any():          # a new block begins
+            start += 0 if before is None else len(before)
+            before = start + torch.arange(len(masked)) >= len(ids)
+        for place in (before & ~masked).nonzero().flatten().tolist():
+            steps[start + place] = step
+        before = masked
+    new = done.tokens[0].tolist()[len(ids):]
+    return dict(prompt=text, tokens=[tokenizer.decode([token]) for token in new],
+                steps=[steps[len(ids) + i] for i in range(len(new))], model=known["model"], order=order, seed=seed,
+                tokens_per_step=sampler.tokens_per_step)
+
+
+def placed(pieces):
+    """[(line, column, text)] of [(text, what)], wrapped at `columns` and at line ends; `what` is handed on."""
+    line = column = 0
+    for text, what in pieces:
+        for i, part in enumerate(text.expandtabs(4).split("\n")):
+            part = "".join(c if c.isprintable() else "\ufffd" for c in part)       # XML takes no control characters
+            if i:
+                line, column = line + 1, 0
+            if column and column + len(part) > columns:
+                line, column, part = line + 1, 0, part.lstrip(" ")
+            if part:
+                yield line, column, part, what
+                column += len(part)
+
+
+def svg(found):
+    """The picture as text. A token's animation lasts as long as the whole and turns visible at its step."""
+    last = max(found["steps"])
+    whole = 1.5 * seconds
+    known = re.findall(r"\s*\S+|\s+", found["prompt"][len(found["prompt"]) - min(shown, len(found["prompt"])):])
+    pieces = [*((word, None) for word in known), *zip(found["tokens"], found["steps"])]
+    places, styles = list(placed(pieces)), []
+    for step in sorted(set(found["steps"])):
+        at = 100 * (0.05 + 0.6 * step / max(last, 1))
+        styles.append(f".s{step}{{animation:k{step} {whole:g}s infinite}}.m{step}{{animation:h{step} {whole:g}s infinite}}"
+                      f"@keyframes k{step}{{0%,{at:.2f}%{{opacity:0}}{at + 1.5:.2f}%,100%{{opacity:1}}}}"
+                      f"@keyframes h{step}{{0%,{at:.2f}%{{opacity:.35}}{at + 1.5:.2f}%,100%{{opacity:0}}}}")
+    rows = []
+    for line, column, text, step in places:
+        x, y = MARGIN + column * WIDE, MARGIN + (line + 1) * HIGH
+        width = len(text) * WIDE
+        words = f'<text x="{x:.1f}" y="{y}" textLength="{width:.1f}" class="{{}}">{escape(text)}</text>'
+        if step is None:
+            rows.append(words.format("p"))
+        else:
+            bare = len(text) - len(text.lstrip(" "))    # the space before a word is not covered
+            rows.append(f'<rect x="{x + bare * WIDE + 1:.1f}" y="{y - 11}" width="{max(width - bare * WIDE - 2, 2):.1f}" '
+                        f'height="12" rx="2" class="m{step}"/>' + words.format(f"t s{step}"))
+    size = 2 * MARGIN + columns * WIDE, 2 * MARGIN + (max(place[0] for place in places) + 1) * HIGH
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]:.0f} {size[1]}" xml:space="preserve">'
+            f"<style>text{{font:13px ui-monospace,Menlo,Consolas,monospace;white-space:pre}}.p{{fill:#777}}.t{{fill:#111}}"
+            f"rect{{fill:#b2182b;opacity:0}}@media(prefers-color-scheme:dark){{.p{{fill:#999}}.t{{fill:#eee}}rect{{fill:#e0605f}}}}"
+            f"{''.join(styles)}</style>{''.join(rows)}</svg>\n")
+
+
+def main():
+    check(globals(), least=dict(length=0, tokens_per_step=0, shown=0, columns=20, seed=0), above=dict(seconds=0),
+          choices=dict(dtype=("auto", "float32", "bfloat16")))
+    check_file("out", out)
+    if not out.endswith(".svg"):
+        raise ConfigError(f"out must end in .svg, but is {out}")
+    if trace:
+        with open(trace) as f:
+            found = json.load(f)
+    else:
+        found = record()
+        write_file(out.removesuffix(".svg") + ".json", json.dumps(found, indent=1))
+    write_file(out, svg(found))
+    print(f"wrote {out}: {len(found['tokens'])} tokens in {max(found['steps']) + 1} steps")
+
+
+if __name__ == "__main__":
+    with script("unmasking.py", DataError, ModelError, OSError):
+        configure(globals())
+        main()
