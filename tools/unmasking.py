@@ -101,13 +101,12 @@ def svg(found):
     for line, column, text, step in places:
         x, y = MARGIN + column * WIDE, MARGIN + (line + 1) * HIGH
         width = len(text) * WIDE
-        words = f'<text x="{x:.1f}" y="{y}" textLength="{width:.1f}" class="{{}}">{escape(text)}</text>'
-        if step is None:
-            rows.append(words.format("p"))
-        else:
+        if step is not None:
             bare = len(text) - len(text.lstrip(" "))    # the space before a word is not covered
             rows.append(f'<rect x="{x + bare * WIDE + 1:.1f}" y="{y - 11}" width="{max(width - bare * WIDE - 2, 2):.1f}" '
-                        f'height="12" rx="2" class="m{step}"/>' + words.format(f"t s{step}"))
+                        f'height="12" rx="2" class="m{step}"/>')
+        name = "p" if step is None else f"t s{step}"
+        rows.append(f'<text x="{x:.1f}" y="{y}" textLength="{width:.1f}" class="{name}">{escape(text)}</text>')
     size = 2 * MARGIN + columns * WIDE, 2 * MARGIN + (max(place[0] for place in places) + 1) * HIGH
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]:.0f} {size[1]}" xml:space="preserve">'
             f"<style>text{{font:13px ui-monospace,Menlo,Consolas,monospace;white-space:pre}}.p{{fill:#777}}.t{{fill:#111}}"
