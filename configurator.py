@@ -11,24 +11,41 @@ use the settings that stand so far, but every public name it assigns must be a s
 Values keep the type of the default: an int is accepted where a float is due, true/false are strict, and
 `none` is accepted where the default is None. Names in capitals are constants, not settings.
 
-    with script("train.py", ModelError):
+    with script("train.py"):
         configure(globals())
         check(globals(), least=dict(batch_size=1), choices=dict(dtype=("auto", "float32")))
         main()
 
-ends in one sentence and an exit status for whatever its user can mend.
+ends in one sentence and an exit status for whatever its user can mend. What every file format shares is here as
+well: `write_file` writes a file whole or not at all, `read_record` reads one and checks what it holds.
 """
 import ast
 import contextlib
 import difflib
+import errno
 import os
 import re
+import secrets
 import sys
 import types
 
 
-class ConfigError(ValueError):
-    """A setting that does not exist or has the wrong type; the message says what to do."""
+class UserError(ValueError):
+    """What the user can mend. The message is one sentence that says what is wrong and what to do; `script` prints it."""
+
+
+class ConfigError(UserError):
+    """A setting that does not exist or has the wrong type."""
+
+
+def quiet_interrupt(kind, error, trace):
+    """Ctrl-C outside `script`, while modules are imported: a line in place of a traceback."""
+    if issubclass(kind, KeyboardInterrupt):
+        return print("stopped", file=sys.stderr)
+    sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = quiet_interrupt                        # scripts import this module first
 
 
 _SIMPLE = (bool, int, float, str, list, tuple, type(None))
@@ -109,6 +126,13 @@ def read_file(path, settings):
             and not (k in settings and v is settings[k])}
 
 
+def check_words(words):
+    """Raises ConfigError for a word of the command line that is not UTF-8: it could be neither printed nor saved."""
+    for word in words:
+        if re.search("[\ud800-\udfff]", word):
+            raise ConfigError(f"command line: {word!r} is not UTF-8; write it in UTF-8, or rename what it names")
+
+
 def print_help(namespace, settings):
     print((namespace.get("__doc__") or "").strip())
     print("\nsettings (override with --name=value, or a config file):")
@@ -128,6 +152,7 @@ def configure(namespace, argv=None):
     """
     settings = settings_of(namespace)
     words = list(sys.argv[1:] if argv is None else argv)
+    check_words(words)
     if "--help" in words or "-h" in words:
         print_help(namespace, settings)
         raise SystemExit(0)
@@ -173,48 +198,143 @@ def check(settings, least=None, most=None, above=None, below=None, choices=None)
             raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, but is {settings[name]!r}")
 
 
-def check_file(name, path):
-    """Makes the folder of a file that a setting names and that will be written much later. Raises
-    ConfigError now if that cannot be; an empty path is no file. What is there stays as it is."""
-    folder = os.path.dirname(path) or "."
-    try:
+# ---------------------------------------------------------------------------------------------
+# Files
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def check_file(name, path, kind=rb"\{", inputs=()):
+    """
+    Makes the folder of a file that a setting names and that will be written much later. Raises ConfigError now if it
+    cannot be written, is one of the files `inputs`, or is there and does not begin with the pattern `kind`, by default
+    that of a JSON object: it would replace something else. An empty path is no file. What is there stays as it is.
+    """
+    folder, why = os.path.dirname(path) or ".", ""
+    with contextlib.suppress(OSError):
         os.makedirs(folder, exist_ok=True)
-        writable = not os.path.isdir(path) and os.access(path if os.path.exists(path) else folder, os.W_OK)
-    except OSError:
-        writable = False
-    if path and not writable:
-        raise ConfigError(f"{name} is {path}, which cannot be written; name another file")
-
-
-def write_file(path, text):
-    """Writes the results of a script, where a path is given. Raises ConfigError where there is no room, say."""
-    try:
-        if path:
-            with open(path, "w") as f:
-                f.write(text)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}); the results are on the "
-                          f"screen, so copy them from there") from error
+    there = os.path.exists(path)
+    if not (os.path.isdir(folder) and os.access(folder, os.W_OK)) or there and not os.path.isfile(path):
+        why = "cannot be written"
+    elif there:
+        with open(path, "rb") as f:
+            begins = f.read(4096)
+        if any(os.path.exists(other) and os.path.samefile(path, other) for other in inputs):
+            why = "is read as well"
+        elif begins and not re.match(kind, begins, re.DOTALL):
+            why = "holds something else, which would be lost"
+    if path and why:
+        raise ConfigError(f"{name} is {path}, which {why}; name another file")
 
 
 @contextlib.contextmanager
-def script(name, *errors):
+def writing(path, advice, errors=OSError):
+    """Around what writes a file or a folder: `errors` become a UserError that says what helps."""
+    try:
+        yield
+    except errors as error:
+        if isinstance(error, BrokenPipeError):          # the terminal's, not the file's
+            raise
+        if getattr(error, "errno", None) in NO_ROOM:
+            advice = f"make room and try again, or {advice}"
+        why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise UserError(f"{path} cannot be written ({why}); {advice}") from error
+
+
+def write_file(path, content, advice="copy the results from the screen"):
     """
-    Around the body of a script: a ConfigError, one of `errors`, or a file that cannot be read or written
-    ends it with one sentence on stderr and status 1; ctrl-C with status 130; a closed pipe silently.
+    Writes a file whole or not at all: a crash or a full disk leaves an older one as it was. content: text, or a function
+    that writes to an open binary file. An empty path is no file. Raises UserError, which ends in `advice`.
     """
+    if not path:
+        return
+    # A name that nobody can guess, and "x", which takes no file that is there: no planted link is followed.
+    temporary = f"{path}.{secrets.token_hex(4)}.tmp"
+    with writing(path, advice, (OSError, RuntimeError)):  # torch reports a short write as a RuntimeError
+        try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            with open(temporary, "xb") as f:
+                f.write(content.encode()) if isinstance(content, str) else content(f)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(temporary, path)
+        finally:
+            with contextlib.suppress(OSError):
+                os.remove(temporary)
+
+
+def misfit(value, form, at="record"):
+    """
+    Where plain data differs from a form, in a few words, or "". A form is a type; a range of whole numbers; a pattern of
+    text; a function that says whether a value is right; a tuple of forms, one of which must fit; a list of one form, for
+    every item; or a dict of forms by key: a key with "?" may be missing, and "*" stands for all other keys.
+    """
+    if isinstance(form, tuple):
+        found = [misfit(value, one, at) for one in form]
+        return "" if "" in found else found[0]
+    parts = []
+    if isinstance(form, (dict, list, type)):
+        right = isinstance(value, form if isinstance(form, type) else type(form))
+    elif isinstance(form, range):
+        right = type(value) is int and value in form
+    else:
+        right = isinstance(value, str) and form.fullmatch(value) if isinstance(form, re.Pattern) else form(value)
+    if not right:
+        return f"{at} is {value!r:.40}"
+    if isinstance(form, list):
+        parts = [(part, form[0], f"{at}[{i}]") for i, part in enumerate(value)]
+    elif isinstance(form, dict):
+        known = {key.removeprefix("?"): part for key, part in form.items()}
+        if missing := [key for key in form if not key.startswith(("?", "*")) and key not in value]:
+            return f"{at} has no {missing[0]}"
+        parts = [(part, known.get(key, form.get("*", object)), f"{at}.{key}") for key, part in value.items()]
+    return next(filter(None, (misfit(*part) for part in parts)), "")
+
+
+def read_record(path, load, form, what, advice):
+    """load(path), a record that has the form (see `misfit`). Raises UserError if it is not `what`; advice: what to do."""
+    try:
+        record = load(path)
+        why = misfit(record, form)
+    except Exception as error:                          # damaged bytes fail in every way that there is
+        why = f"{type(error).__name__} {getattr(error, 'strerror', None) or error}".partition("\n")[0]
+    if why:
+        raise UserError(f"{path} is not {what}: truncated, damaged or of another format ({why}); {advice}")
+    return record
+
+
+# ---------------------------------------------------------------------------------------------
+# The script part of a script
+
+def mute():
+    """What is printed from here on goes nowhere. Python itself would try once more to print what is left, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def script(name):
+    """
+    Around the body of a script: a UserError, a file that cannot be read or written, or too little memory ends it with one
+    sentence on stderr and status 1; ctrl-C with status 130; a closed pipe silently.
+    """
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:                # closed, as by `>&-`
+            setattr(sys, stream, open(os.devnull, "w"))
     try:
         yield
         sys.stdout.flush()
-    except (ConfigError, *errors) as error:
+    except UserError as error:
         sys.exit(f"{name}: {error}")
     except KeyboardInterrupt:
         print(f"{name}: stopped", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:                             # as in `| head`; python would complain once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None:                      # what it prints cannot be written
+            mute()
+        if isinstance(error, BrokenPipeError):          # as in `| head`
+            sys.exit(141)
+        sys.exit(f"{name}: {error.filename or 'an output'}: {error.strerror or error}; choose another path, or mend this one")
+    except (MemoryError, RuntimeError) as error:
+        if not re.search("MemoryError|out of memory|allocate memory", repr(error)):
             raise
-        sys.exit(f"{name}: {error.filename}: {error.strerror}; choose another path, or mend this one")
+        sys.exit(f"{name}: out of memory ({str(error).partition('. ')[0] or 'MemoryError'}); lower the batch size or the lengths")

@@ -25,12 +25,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import ops
-from configurator import ConfigError, fit, read_file, script
+from configurator import ConfigError, UserError, fit, read_file, script
 from paper import PARAMS
 
 
-class ModelError(ValueError):
-    """A use of the model, a cache or a checkpoint that cannot work; the message says what to do."""
+class ModelError(UserError):
+    """A use of the model, a cache or a checkpoint that cannot work."""
 
 
 @dataclasses.dataclass
@@ -694,7 +694,7 @@ def main():
 
 
 if __name__ == "__main__":
-    with script("model.py", ModelError):
+    with script("model.py"):
         if {"-h", "--help"} & set(sys.argv):
             print(__doc__.strip())
         elif sys.argv[1:]:
