@@ -21,9 +21,10 @@ import torch
 from tqdm import tqdm
 
 import paper
-from configurator import ConfigError, check, check_file, configure, script, write_file
+from configurator import ConfigError, check, configure, script
 from data import noise_generators
 from decoders import Sampler
+from files import check_file, write_file
 from model import BlockDiffusionLM, config_from_file, train_flops
 from parallel import (Parallel, ShardedAdamW, ampere, compile_layers, described, hardware, matmul_ceiling,
                       pick_dtype, select_kernels)

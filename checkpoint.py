@@ -15,7 +15,7 @@ import zipfile
 
 import torch
 
-from configurator import read_record, write_file
+from files import read_record, write_file
 from model import BlockDiffusionLM, Cache, ModelConfig, ModelError
 
 FIELDS = {field.name: field.type for field in dataclasses.fields(ModelConfig)}

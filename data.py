@@ -10,7 +10,7 @@ The noise of a sequence is a function of (seed, number of the sequence) and is s
     python data.py stdlib                                   # the default corpus: no download
     python data.py jsonl *.jsonl.zst --val valid.jsonl --tokenizer gpt2 --out data/mine
 """
-from configurator import UserError, misfit, read_record, write_file, writing  # first: see quiet_interrupt
+from configurator import UserError  # first: see quiet_interrupt
 import functools
 import hashlib
 import json
@@ -29,6 +29,8 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 import torch
+
+from files import misfit, read_record, write_file, writing
 
 MAGIC, VERSION = 0x42444C4D, 1      # a shard's first two words; the third is its number of tokens
 HEADER_WORDS, HEADER_BYTES = 256, 1024

@@ -12,7 +12,7 @@ reads whole blocks of context once, into its cache; the answer starts in the blo
 context ends, and a block's positions after the answer stay masked: nothing is known of them. If an
 answer takes several blocks, each sees the earlier ones clean and nothing of the later ones.
 """
-from configurator import ConfigError, check, check_file, configure, script, write_file  # first: see quiet_interrupt
+from configurator import ConfigError, check, configure, script  # first: see quiet_interrupt
 import dataclasses
 import functools
 import itertools
@@ -34,6 +34,7 @@ import sample
 from data import (TokenData, batches, bits_per_byte, load_questions, noise_generators, noise_seeds, sha256,
                   task_paths)
 from decoders import Sampler
+from files import check_file, write_file
 from model import ModelError, cast_for_inference
 from parallel import Parallel, hardware, pick_dtype, select_kernels
 

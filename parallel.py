@@ -265,10 +265,6 @@ class ShardedAdamW:
         norm = self.reduce()
         self.step(lr, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
-    def finite(self):
-        """Whether all parameters are, which is the same on all ranks."""
-        return all(bool(f["flat"].isfinite().all()) for f in self.flats)
-
     def zero_grad(self):
         for f in self.flats:
             f["grad"].zero_()

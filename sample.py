@@ -9,7 +9,7 @@ eq. partial-reverse). All four models; a full-sequence model is one block as lon
 
 `generate` is the loop to read and to import; what a step reveals is in decoders.py.
 """
-from configurator import ConfigError, check, check_file, configure, script  # first: see quiet_interrupt
+from configurator import ConfigError, check, configure, script  # first: see quiet_interrupt
 import codecs
 import dataclasses
 import functools
@@ -26,6 +26,7 @@ import ops
 from checkpoint import copy_rows, fingerprint, load_model, load_prefix, need_cache, read_prefix, save_prefix
 from data import VOCABULARY, DataError, batches, get_tokenizer
 from decoders import ActiveBlock, Sampler, check_decoder
+from files import check_file
 from model import BlockDiffusionLM, ModelError, cast_for_inference, config_from_file, take
 from parallel import has_fast, pick_device, pick_dtype, select_kernels
 

@@ -8,8 +8,7 @@ parallel.py). Objective: eq. prefix-cache with the weight of eq. bdlm-masked-obj
 Data order and noise are functions of (seed, step, row of the global batch): a resumed run, another
 number of GPUs or another micro-batch continues the same run, up to the order of summation.
 """
-from configurator import (ConfigError, check, configure, misfit, mute, script,  # first: see quiet_interrupt
-                          settings_of, write_file)
+from configurator import ConfigError, check, configure, mute, script, settings_of  # first: see quiet_interrupt
 import contextlib
 import fcntl
 import glob
@@ -26,6 +25,7 @@ from tqdm import tqdm
 import data as data_module
 from checkpoint import load_checkpoint, save_checkpoint
 from data import TokenData, bits_per_byte, noise_generators
+from files import misfit, write_file
 from model import BlockDiffusionLM, ModelConfig, ModelError, to_device, train_flops
 from parallel import (Parallel, ShardedAdamW, ampere, compile_layers, lost_rank, matmul_ceiling, pick_dtype,
                       select_kernels, share_of_batch)
@@ -294,7 +294,7 @@ def main():
 
     def save():
         """Writes ckpt.pt. Returns False where training has just failed: the one before stays as it was."""
-        good = not bad_steps and optimizer.finite()         # the same on all ranks
+        good = not bad_steps and all(p.isfinite().all() for p in model.parameters())   # on all ranks alike
         state = optimizer.state_dict() if good else None
         if good and master:
             save_checkpoint(path, model, step=step, optimizer=state, tokenizer=tokenizer, settings=s,

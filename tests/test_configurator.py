@@ -1,7 +1,8 @@
 """Settings: files and flags, types, typos."""
 import pytest
 
-from configurator import ConfigError, UserError, check, check_file, configure, script, settings_of, write_file
+from configurator import ConfigError, UserError, check, configure, script, settings_of
+from files import check_file, write_file
 
 
 def space(**extra):
@@ -122,7 +123,7 @@ def test_whether_a_file_can_be_written_is_known_beforehand(tmp_path, monkeypatch
     for path in (tmp_path, tmp_path / "file" / "x"):
         with pytest.raises(ConfigError, match="out is .*, which cannot be written; name another file"):
             check_file("out", str(path))
-    monkeypatch.setattr("configurator.os.access", lambda *_: False)         # a folder of another user
+    monkeypatch.setattr("files.os.access", lambda *_: False)         # a folder of another user
     with pytest.raises(ConfigError, match="which cannot be written"):
         check_file("out", str(tmp_path / "x"))
 

@@ -28,10 +28,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from configurator import NO_ROOM, UserError, check_words, misfit, script, write_file, writing
+from configurator import UserError, check_words, script
 from data import (ELSEWHERE, HUB, META, SHARD_TOKENS, SPLITS, TASKS, VERSION, DataError, SplitWriter,
                   check_out, encode, get_tokenizer, prepare_stdlib, read_json, read_meta, sha256,
                   show, write_json, write_meta)
+from files import NO_ROOM, misfit, write_file, writing
 
 SAVE_TOKENS = 4_000_000             # at most this much is held in memory, or lost with a kill
 BATCH_BYTES = 1 << 20               # text that one thread tokenises at a time

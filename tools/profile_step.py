@@ -9,7 +9,8 @@ import json
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from configurator import check, check_file, configure, script, write_file
+from configurator import check, configure, script
+from files import check_file, write_file
 from data import noise_generators
 from decoders import Sampler
 from model import BlockDiffusionLM, config_from_file

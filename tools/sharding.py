@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from bench import release, synchronize
-from configurator import ConfigError, check, check_file, configure, script, write_file
+from configurator import ConfigError, check, configure, script
+from files import check_file, write_file
 from model import BlockDiffusionLM, config_from_file
 from parallel import Parallel, ShardedAdamW, ampere, compile_layers, hardware, select_kernels
 

@@ -10,8 +10,7 @@ and five learning rates (tab:validation-87m-full), or the four models and ablati
 Each run is `train.py` in a process of its own and right after it `eval.py`. Start the same command again after
 an interrupt or a failure: what is done is not done again, and what was begun goes on from its checkpoint.
 """
-from configurator import (ConfigError, check, check_file, configure, misfit, read_record,  # first: see quiet_interrupt
-                          script, settings_of, write_file)
+from configurator import ConfigError, check, configure, script, settings_of  # first: see quiet_interrupt
 import contextlib
 import ctypes
 import functools
@@ -32,6 +31,7 @@ import eval as evaluation
 import train
 from data import TokenData, prepare_stdlib
 from eval import print_table
+from files import check_file, misfit, read_record, write_file
 from paper import MODELS
 from parallel import ROOT, hardware, pick_device
 
