@@ -229,4 +229,4 @@ def script(name):
     except (MemoryError, RuntimeError) as error:
         if not re.search("MemoryError|out of memory|allocate memory", repr(error)):
             raise
-        sys.exit(f"{name}: out of memory ({str(error).partition('. ')[0] or 'MemoryError'}); lower the batch size or the lengths")
+        sys.exit(f"{name}: out of memory ({repr(error)[:120]}); lower the batch size, the lengths or the model's size")

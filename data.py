@@ -528,7 +528,7 @@ def show(path):
         print(f"{task}: {info['questions']:,} questions from {info['source']} ({info['split']})")
         print("   ", (Path(path) / f"{task}.jsonl").open().readline().strip()[:300])
     if "splits" not in meta:
-        return
+        return print(f"{path}: {len(meta['tasks'])} question sets")
     tokenizer = get_tokenizer(meta["tokenizer"])
     print(f"{path}: {meta['source']} {meta['revision']}, {meta['tokenizer']} tokens, vocabulary "
           f"{meta['vocab_size']:,}, {meta['skipped']} bad documents skipped")

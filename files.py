@@ -21,6 +21,8 @@ def check_file(name, path, kind=rb"\{", inputs=()):
     cannot be written, is one of the files `inputs`, or is there and does not begin with the pattern `kind`, by default
     that of a JSON object: it would replace something else. An empty path is no file. What is there stays as it is.
     """
+    if not path:
+        return
     folder, why = os.path.dirname(path) or ".", ""
     with contextlib.suppress(OSError):
         os.makedirs(folder, exist_ok=True)
@@ -34,7 +36,7 @@ def check_file(name, path, kind=rb"\{", inputs=()):
             why = "is read as well"
         elif begins and not re.match(kind, begins, re.DOTALL):
             why = "holds something else, which would be lost"
-    if path and why:
+    if why:
         raise ConfigError(f"{name} is {path}, which {why}; name another file")
 
 

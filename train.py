@@ -140,7 +140,7 @@ def log_rows(path):
         for line in f:
             with contextlib.suppress(ValueError, RecursionError):
                 rows[line] = json.loads(line)
-    form = {"step": range(1, 2 ** 62), "?loss": (float, type(None)), "?val_loss": float}
+    form = {"step": range(1, 2 ** 62), "?loss": (float, type(None)), "?val_loss": float, "?tok_per_s": int}
     return {line: row for line, row in rows.items() if line.endswith("\n") and not misfit(row, form)}
 
 

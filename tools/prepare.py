@@ -1,5 +1,6 @@
 """
-Makes text into folders that data.py reads, and six zero-shot question sets into one small form.
+Makes text into folders that data.py reads, and six zero-shot question sets into one small form. Layouts, the fields of
+rows and those of prepared questions are in docs/data.md.
 
 Training never needs this module: it runs once, beforehand. `python data.py` hands its command line over to `main`
 here, and `python -m tools.prepare` takes the same one. Nothing else asks for zstandard, huggingface_hub and pyarrow.
@@ -53,7 +54,7 @@ def unreadable(path, error):
     return DataError(f"{path} cannot be read ({why}): mend it and run the same command again")
 
 
-# -- preparing text: resumable, on all cores, in constant memory ----------------------------------
+# -- preparing text: resumable, on all cores, in memory for a few documents -----------------------
 
 @dataclass
 class Source:

@@ -54,8 +54,11 @@ draw = ""                               # such JSONs, between commas: show and d
 DIE_WITH = getattr(ctypes.CDLL(None), "prctl", None)     # Linux alone can end a process with the one that started it
 PICTURE = rb"\x89PNG|%PDF|<\?xml"
 NUMBER = (int, float, type(None))
+FIGURES = {**dict.fromkeys("nelbo nelbo_se nelbo_se_noise ppl_se bpb acc acc_se tokens samples".split(), NUMBER),
+           "ppl": (int, float)}         # of a text, of those that eval.py writes
+REPORT = {"results": [{"parameters": int, "text": {"*": FIGURES}}]}
 ROW = {"name": str, "base": str, "points": [{"step": int, "val": (int, float), "train": NUMBER}], "?error": str,
-       "?eval": {"*": NUMBER}, "?learning_rate": NUMBER, "?tokens": NUMBER, "?parameters": NUMBER, "?val_loss": NUMBER}
+       "?eval": FIGURES, "?learning_rate": NUMBER, "?tokens": NUMBER, "?parameters": NUMBER, "?val_loss": NUMBER}
 RESULTS = {"runs": lambda rows: rows and not misfit(rows, [ROW])}           # the form of the table as JSON
 EVALUATION = 100                        # steps that an evaluation counts for in the progress bar
 SAME_RESULT = {"out_dir", "resume", "micro_batch_size", "log_interval", "device", "kernels", "compile",
@@ -135,12 +138,11 @@ class Run:
     def report(self):
         """Parameters and the figures of the first text from the JSON that eval.py wrote; None if it is
         missing, unreadable, or by other settings of eval.py than today's."""
-        with contextlib.suppress(LookupError, TypeError, StopIteration):
-            if self.state["evaluated"] == eval_settings:
-                result = read_json(self.path("eval.json"))["results"][0]
-                figures = next(iter(result["text"].values()))
-                keys = "nelbo nelbo_se nelbo_se_noise ppl ppl_se bpb acc acc_se tokens samples".split()
-                return dict(parameters=result["parameters"], eval={k: figures[k] for k in keys})
+        record = read_json(self.path("eval.json"))
+        if self.state.get("evaluated") == eval_settings and not misfit(record, REPORT):
+            for result in record["results"]:
+                for figures in result["text"].values():
+                    return dict(parameters=result["parameters"], eval={k: figures[k] for k in FIGURES})
 
     def command(self, script):
         """The command that trains this run, from its checkpoint if there is one, or evaluates it."""

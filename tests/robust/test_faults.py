@@ -472,6 +472,10 @@ def test_all_question_sets_that_can_be_made_are_made_from_the_split_that_is_aske
     with pytest.raises(UserError, match="no train split of arc_challenge"):
         prepare.prepare_mcqa(tmp_path / "none", tasks=["arc_challenge"], local=tmp_path / "in", split="train")
     assert not (tmp_path / "none").exists()
+    hub = tmp_path / "hub" / "allenai" / "ai2_arc" / "ARC-Challenge" / "test-00000.jsonl"       # the layout of the hub
+    hub.parent.mkdir(parents=True)
+    hub.write_text(json.dumps(rows["arc_challenge"]) + "\n")
+    assert list(prepare.prepare_mcqa(tmp_path / "b", ["arc_challenge"], tmp_path / "hub")["tasks"]) == ["arc_challenge"]
 
 
 def test_a_limit_draws_questions_by_seed_from_the_whole_task(tmp_path):
