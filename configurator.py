@@ -28,18 +28,18 @@ import types
 
 
 class UserError(ValueError):
-    """What the user can mend. The message is one sentence that says what is wrong and what to do; `script` prints it."""
+    """What the user can mend. The message is one sentence: what is wrong and what to do. `script` prints it."""
 
 
 class ConfigError(UserError):
     """A setting that does not exist or has the wrong type."""
 
 
-def quiet_interrupt(kind, error, trace):
+def quiet_interrupt(kind, error, trace, otherwise=sys.excepthook):
     """Ctrl-C outside `script`, while modules are imported: a line in place of a traceback."""
     if issubclass(kind, KeyboardInterrupt):
         return print("stopped", file=sys.stderr)
-    sys.__excepthook__(kind, error, trace)
+    otherwise(kind, error, trace)
 
 
 sys.excepthook = quiet_interrupt                        # scripts import this module first
@@ -199,15 +199,15 @@ def check(settings, least=None, most=None, above=None, below=None, choices=None)
 # The script part of a script
 
 def mute():
-    """What is printed from here on goes nowhere. Python itself would try once more to print what is left, and complain."""
+    """What is printed from here on goes nowhere. Else Python would try once more to print what is left, and complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
 def script(name):
     """
-    Around the body of a script: a UserError, a file that cannot be read or written, or too little memory ends it with one
-    sentence on stderr and status 1; ctrl-C with status 130; a closed pipe silently.
+    Around the body of a script: a UserError, a file that cannot be read or written, or too little memory ends it with
+    one sentence on stderr and status 1; ctrl-C with status 130; a closed pipe silently.
     """
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:                # closed, as by `>&-`
@@ -225,8 +225,9 @@ def script(name):
             mute()
         if isinstance(error, BrokenPipeError):          # as in `| head`
             sys.exit(141)
-        sys.exit(f"{name}: {error.filename or 'an output'}: {error.strerror or error}; choose another path, or mend this one")
+        what = f"{error.filename or 'an output'}: {error.strerror or error}"
+        sys.exit(f"{name}: {what}; choose another path, or mend this one")
     except (MemoryError, RuntimeError) as error:
         if not re.search("MemoryError|out of memory|allocate memory", repr(error)):
             raise
-        sys.exit(f"{name}: out of memory ({repr(error)[:120]}); lower the batch size, the lengths or the model's size")
+        sys.exit(f"{name}: out of memory; lower the batch size, the lengths or the model's size")

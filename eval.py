@@ -272,7 +272,7 @@ def score_rows(model, cache, rows, nll):
     mine = dataclasses.replace(cache, lengths=cache.lengths[index], layers=[
         tuple(part[index] for part in state) for state in cache.layers])
     xt = torch.from_numpy(np.stack([row.xt for _, row in rows])).to(dev)       # (rows, l)
-    hidden = model.denoise_hidden(xt, mine, (xt == mask_id).float().mean(1))   # (rows, l, d)
+    hidden = model.denoise_hidden(xt, mine, (xt == mask_id).double().mean(1))  # (rows, l, d)
     i, at, target, choice, weight = zip(*(
         (i, *scored, row.choice, row.weight) for i, (_, row) in enumerate(rows)
         for scored in zip(row.at, row.target)))

@@ -56,8 +56,8 @@ def writing(path, advice, errors=OSError):
 
 def write_file(path, content, advice="copy the results from the screen"):
     """
-    Writes a file whole or not at all: a crash or a full disk leaves an older one as it was. content: text, or a function
-    that writes to an open binary file. An empty path is no file. Raises UserError, which ends in `advice`.
+    Writes a file whole or not at all: a crash or a full disk leaves an older one as it was. content: text, or a
+    function that writes to an open binary file. An empty path is no file. Raises UserError, which ends in `advice`.
     """
     if not path:
         return
@@ -78,9 +78,9 @@ def write_file(path, content, advice="copy the results from the screen"):
 
 def misfit(value, form, at="record"):
     """
-    Where plain data differs from a form, in a few words, or "". A form is a type; a range of whole numbers; a pattern of
-    text; a function that says whether a value is right; a tuple of forms, one of which must fit; a list of one form, for
-    every item; or a dict of forms by key: a key with "?" may be missing, and "*" stands for all other keys.
+    Where plain data differs from a form, in a few words, or "". A form is a type; a range of whole numbers; a pattern
+    of text; a function that says whether a value is right; a tuple of forms, one of which must fit; a list of one form,
+    for every item; or a dict of forms by key: one with "?" may be missing, and "*" stands for all other keys.
     """
     if isinstance(form, tuple):
         found = [misfit(value, one, at) for one in form]
@@ -105,7 +105,7 @@ def misfit(value, form, at="record"):
 
 
 def read_record(path, load, form, what, advice):
-    """load(path), a record that has the form (see `misfit`). Raises UserError if it is not `what`; advice: what to do."""
+    """load(path), a record that has the form (see `misfit`). Raises UserError if it is not `what`, with advice."""
     try:
         record = load(path)
         why = misfit(record, form)

@@ -145,8 +145,8 @@ def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=No
     prompts: list of 1-D int64 tensors, possibly of different lengths; sampler: Sampler with one seed per prompt;
     model and new_decoder as `open_engine` returns them; stop_token: end a row after it. on_block(row, tokens) is
     called with the new tokens of a row after each block, on_step(xt) after each denoising step, on_read(n) whenever
-    n more tokens of a prompt, or of several together, have been read. prefix: a Prefix that comes before every prompt, which may then be
-    empty; rows begin with its tokens. Raises ModelError when the result would not fit the rotary capacity.
+    n more tokens of a prompt, or of several together, have been read. prefix: a Prefix that comes before every prompt,
+    which may then be empty; rows begin with its tokens. Raises ModelError when the result would not fit the rotary capacity.
     """
     c, device = model.config, model.embed.weight.device
     if prefix is not None:
@@ -308,7 +308,7 @@ def read_text():
         with open(prompt_file, encoding="utf-8-sig") as f:
             return f.read()
     except UnicodeError as error:
-        raise DataError(f"{prompt_file} is not UTF-8 (byte {error.start}); convert it, for example with iconv") from error
+        raise DataError(f"{prompt_file} is not UTF-8 (byte {error.start}); convert it, for example with iconv") from None
 
 
 class Printer:

@@ -375,7 +375,8 @@ def main():
             stopping = stopping or val_loss is None
         if step % eval_interval == 0 or step == max_iters or stopping:
             if not save() and step == max_iters:
-                raise ModelError(f"training ended in steps or weights that are not finite; lower learning_rate; {kept()}")
+                raise ModelError(f"training ended in steps or weights that are not finite; lower learning_rate; "
+                                 f"{kept()}")
         tick += time.time() - paused                    # validating and saving are not training
         if stopping:
             say(f"stopped at step {step}; {kept()}")

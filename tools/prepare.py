@@ -344,10 +344,10 @@ def on_hub(repo, call, *args, **kwargs):
     except Exception as error:      # the hub's, the network's and the disk's errors
         if getattr(error, "errno", None) in NO_ROOM:
             raise
-        what = (f"is gated: accept its licence at https://huggingface.co/datasets/{repo} in a browser, log in here with "
-                f"`hf auth login`, and run this again" if type(error).__name__ == "GatedRepoError" else
-                f"cannot be read from the hub ({type(error).__name__}): run the same command again when the network is "
-                f"back, or name a copy with --local DIR")
+        what = (f"is gated: accept its licence at https://huggingface.co/datasets/{repo} in a browser, log in here "
+                f"with `hf auth login`, and run this again" if type(error).__name__ == "GatedRepoError" else
+                f"cannot be read from the hub ({type(error).__name__}): run the same command again when the network "
+                f"is back, or name a copy with --local DIR")
         raise DataError(f"{repo} {what}") from None
 
 
