@@ -151,14 +151,12 @@ def test_prompts_of_one_length_are_read_together_and_equal_ones_once(monkeypatch
         assert read[:len(shapes)] == shapes and all(map(torch.equal, rows, alone))
 
 
-def test_reading_prompts_takes_time_in_proportion_to_them():
-    model, times = make_model("mamba_h", torch.float32, n_layer=2), []
-    for n in (100, 1000):
-        prompts = list(torch.randint(0, 22, (n, 20), generator=torch.Generator().manual_seed(0)))
-        cache, started = model.new_cache(n, 16), time.perf_counter()
-        sample.read_prompts(model, cache, prompts, [16] * n, None)
-        times.append(time.perf_counter() - started)
-    assert times[1] < 40 * max(times[0], 0.01) and times[1] < 2         # one by one and in pairs: 9 s
+def test_thousands_of_prompts_are_read_in_a_second():
+    model, n = make_model("mamba_h", torch.float32, n_layer=2), 4000
+    prompts = list(torch.randint(0, 22, (n, 20), generator=torch.Generator().manual_seed(0)))
+    cache, started = model.new_cache(n, 16), time.perf_counter()
+    sample.read_prompts(model, cache, prompts, [16] * n, None)
+    assert time.perf_counter() - started < 3            # one by one, each beside all others: 9 s
 
 
 def test_a_saved_prompt_of_other_weights_and_damaged_files_are_refused_in_a_sentence(tmp_path):
