@@ -21,10 +21,11 @@ import torch
 from tqdm import tqdm
 
 import paper
-from configurator import ConfigError, check, check_file, configure, script, write_file
-from data import DataError, noise_generators
+from configurator import ConfigError, check, configure, script
+from data import noise_generators
 from decoders import Sampler
-from model import BlockDiffusionLM, ModelError, config_from_file, train_flops
+from files import check_file, write_file
+from model import BlockDiffusionLM, config_from_file, train_flops
 from parallel import (Parallel, ShardedAdamW, ampere, compile_layers, described, hardware, matmul_ceiling,
                       pick_dtype, select_kernels)
 from sample import open_engine
@@ -455,7 +456,7 @@ def main(words, operations=None, plot=None):
 if __name__ == "__main__":
     # argv is cleared because torch.compile pastes it, unquoted, into the code it writes.
     _words, sys.argv[1:] = sys.argv[1:], []
-    with script("bench.py", DataError, ModelError):
+    with script("bench.py"):
         from tools.operations import OPERATIONS
         from tools.throughput import plot               # matplotlib is imported when it draws
         main(_words, OPERATIONS, plot)

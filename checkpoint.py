@@ -10,68 +10,87 @@ import dataclasses
 import hashlib
 import os
 import platform
+import re
 import zipfile
 
 import torch
 
+from files import read_record, write_file
 from model import BlockDiffusionLM, Cache, ModelConfig, ModelError
+
+FIELDS = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
+
+
+def is_tensor(x):
+    return isinstance(x, torch.Tensor) and x.layout == torch.strided and x.is_floating_point()
+
+
+CHECKPOINT = {                          # the form of a checkpoint; what has a "?" is for train.py to resume from
+    "format": re.compile("nanobdlm-1"), "model": {"*": is_tensor},
+    "config": lambda config: isinstance(config, dict) and all(type(v) is FIELDS.get(k) for k, v in config.items()),
+    "?tokenizer": str, "?settings": {"?data": str, "?learning_rate": (int, float)}, "?step": range(2 ** 62),
+    "?optimizer": {"step": range(2 ** 62), "*": {"exp_avg": is_tensor, "exp_avg_sq": is_tensor}},
+    "?losses": [float], "?skipped": range(2 ** 62),
+}
+PREFIX = {                              # the form of a saved prompt
+    "format": re.compile(r"nanobdlm-prefix-\d+"), "fingerprint": str,
+    "tokens": lambda x: isinstance(x, torch.Tensor) and x.dtype == torch.int64 and x.dim() == 1,
+    "layers": [lambda state: isinstance(state, tuple) and len(state) == 2 and all(map(is_tensor, state))],
+}
 
 
 def save_checkpoint(path, model, **extra):
     """Writes weights, configuration, versions and `extra`, tensors and plain values, to path."""
-    save_atomically(path, dict(
+    save(path, dict(
         format="nanobdlm-1", config=dataclasses.asdict(model.config), model=model.state_dict(),
         versions=dict(torch=str(torch.__version__), python=platform.python_version()), **extra))
 
 
-def save_atomically(path, record):
-    """torch.save and a rename: a crash or a full disk leaves an older file as it was. ModelError."""
-    temporary = f"{path}.tmp"
-    try:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        with open(temporary, "wb") as f:
-            torch.save(record, f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        if os.path.exists(temporary):
-            os.remove(temporary)
-        if isinstance(error, (OSError, RuntimeError)):      # torch reports a short write as Runtime
-            raise ModelError(f"could not save {path} ({error}); an older file of that name is untouched; "
-                             f"free some space or choose another path, and try again") from error
-        raise
+def save(path, record):
+    """torch.save, whole or not at all. Raises UserError."""
+    write_file(path, lambda f: torch.save(record, f),
+               "choose another path; an older file of that name is untouched")
+
+
+def read_tensors(path, mmap=False):
+    """What torch.save wrote, on the CPU. Plain data alone: reading never runs code."""
+    with zipfile.ZipFile(path) as parts:                # torch.load does not look at checksums
+        if damaged := parts.testzip():
+            raise ValueError(f"checksum of {damaged}")
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+
+
+def shapes(table):
+    return {name: tuple(x.shape) for name, x in table.items()}
 
 
 def load_checkpoint(path, *parts):
-    """Reads a checkpoint as plain data on the CPU (never running code). Raises ModelError if it cannot, or
-    if one of `parts`, such as optimizer, is missing."""
+    """Reads a checkpoint as plain data on the CPU and checks that its weights, and its optimizer's moments, fit its
+    configuration. Raises UserError if they do not, or if one of `parts`, such as optimizer, is missing."""
     if not os.path.isfile(path):
         raise ModelError(f"there is no checkpoint at {path}; make one with python train.py")
-    try:
-        with zipfile.ZipFile(path) as parts_of_file:            # torch.load does not look at checksums
-            if damaged := parts_of_file.testzip():
-                raise ValueError(damaged)
-        record = torch.load(path, map_location="cpu", weights_only=True)
-        for part in ("config", "model", *parts):
-            record[part]
-        if record["format"] != "nanobdlm-1":
-            raise KeyError(record["format"])
-    except Exception as error:
-        raise ModelError(f"{path} is not a whole nanoBDLM checkpoint (truncated, damaged or another format: "
-                         f"{type(error).__name__} {error}); train again or use another file") from error
+    form = {key.removeprefix("?") if key[1:] in parts else key: part for key, part in CHECKPOINT.items()}
+    record = read_record(path, read_tensors, form, "a whole nanoBDLM checkpoint", "train again or use another file")
+    config, tables, like = ModelConfig(**record["config"]), [record["model"]], {}
+    if config.n_layer <= len(tables[0]):                # else building it might take for ever
+        with torch.device("meta"):
+            like = shapes(BlockDiffusionLM(config).state_dict())
+    if "optimizer" in parts:
+        moments = {name: part for name, part in record["optimizer"].items() if name != "step"}
+        tables += [{name: part[key] for name, part in moments.items()} for key in ("exp_avg", "exp_avg_sq")]
+    if any(shapes(table) != like for table in tables):
+        raise ModelError(f"{path} holds weights of another configuration than its own; train again or use another file")
+    if not all(x.isfinite().all() for x in tables[0].values()):
+        raise ModelError(f"{path} holds weights that are not finite, of a training that failed; use an earlier one, or "
+                         f"train again with a lower learning_rate")
     return record
 
 
 def load_model(path, device="cpu"):
     """Returns (model in evaluation mode on device, checkpoint record)."""
     record = load_checkpoint(path)
-    try:
-        model = BlockDiffusionLM(ModelConfig(**record["config"])).to(device)
-        model.load_state_dict(record["model"])
-    except (TypeError, RuntimeError) as error:
-        raise ModelError(f"{path} holds weights of another configuration: "
-                         f"{str(error).splitlines()[0]}") from error
+    model = BlockDiffusionLM(ModelConfig(**record["config"])).to(device)
+    model.load_state_dict(record["model"])
     return model.eval(), record
 
 
@@ -87,12 +106,13 @@ class Prefix:
     cache: Cache                        # of one row, exactly as long as the prompt's whole blocks
 
 
-def copy_row(source, target):
-    """Makes the empty one-row cache `target` hold what the shorter or equal `source` holds."""
-    for theirs, mine in zip(source.layers, target.layers):
-        for a, b in zip(theirs, mine):
-            b[tuple(slice(n) for n in a.shape)].copy_(a)
-    target.lengths.copy_(source.lengths)
+def copy_rows(source, target, rows):
+    """Makes the empty rows `rows` of the cache `target` hold what the shorter or equal one-row cache `source` holds."""
+    for i in rows:
+        for theirs, mine in zip(source.layers, target.layers):
+            for a, b in zip(theirs, mine):
+                b[i:i + 1][tuple(slice(n) for n in a.shape)].copy_(a)
+        target.lengths[i:i + 1].copy_(source.lengths)
 
 
 def need_cache(config):
@@ -109,7 +129,7 @@ def read_prefix(model, tokens, before=None, on_chunk=None):
     l = model.config.block_len
     cache = model.new_cache(1, len(tokens) // l * l)
     if before is not None:
-        copy_row(before.cache, cache)
+        copy_rows(before.cache, cache, [0])
     held = int(cache.lengths)
     model.prefill(tokens[None, held:cache.max_len].to(cache.lengths.device), cache, on_chunk=on_chunk)
     return Prefix(tokens, cache)
@@ -126,29 +146,29 @@ def fingerprint(model, dtype):
 
 
 def save_prefix(path, prefix, mark):
-    """Writes a Prefix, atomically; mark: the `fingerprint` of its model. Raises ModelError where that fails."""
+    """Writes a Prefix, whole or not at all; mark: the `fingerprint` of its model. Raises UserError where that fails."""
     layers = [tuple(part.cpu() for part in state) for state in prefix.cache.layers]
-    save_atomically(path, dict(format="nanobdlm-prefix-2", fingerprint=mark, tokens=prefix.tokens, layers=layers))
+    save(path, dict(format="nanobdlm-prefix-2", fingerprint=mark, tokens=prefix.tokens, layers=layers))
 
 
 def load_prefix(path, config, mark):
-    """Reads a Prefix as plain data, left on disk until it is copied. Raises ModelError if it is no whole file of this
+    """Reads a Prefix as plain data, left on disk until it is copied. Raises UserError if it is no whole file of this
     kind, or was made by other weights, another configuration or another dtype."""
     need_cache(config)
     if not os.path.isfile(path):
         raise ModelError(f"there is no saved cache at {path}; make one with --save_cache={path}")
-    try:
-        record = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if not record["format"].startswith("nanobdlm-prefix-"):
-            raise KeyError(record["format"])
-    except Exception as error:
-        raise ModelError(f"{path} is not a whole saved cache (truncated or another format: "
-                         f"{type(error).__name__}); make it again with --save_cache") from error
-    if record["format"] != "nanobdlm-prefix-2":
-        raise ModelError(f"{path} was saved by another version, with another kind of fingerprint; make it again with "
-                         f"--save_cache")
-    if record["fingerprint"] != mark:
-        raise ModelError(f"{path} was saved with other weights, another configuration or another dtype; make it again "
-                         f"with --save_cache")
-    held = len(record["tokens"]) // config.block_len * config.block_len
-    return Prefix(record["tokens"], Cache(record["layers"], torch.tensor([held]), held))
+    record = read_record(path, lambda path: read_tensors(path, mmap=True), PREFIX, "a whole saved cache",
+                         "make it again with --save_cache")
+    tokens, layers = record["tokens"], record["layers"]
+    held = len(tokens) // config.block_len * config.block_len
+    with torch.device("meta"):
+        like = BlockDiffusionLM(config).new_cache(1, held)
+    for wrong, how in (
+            (record["format"] != "nanobdlm-prefix-2", "by another version, with another kind of fingerprint"),
+            (record["fingerprint"] != mark, "with other weights, another configuration or another dtype"),
+            ([[x.shape for x in state] for state in layers] != [[x.shape for x in state] for state in like.layers]
+             or not all(x.isfinite().all() for state in layers for x in state)
+             or ((tokens < 0) | (tokens >= config.mask_id)).any(), "damaged: its tokens and its cache do not fit")):
+        if wrong:
+            raise ModelError(f"{path} was saved {how}; make it again with --save_cache")
+    return Prefix(tokens, Cache(layers, torch.tensor([held]), held))

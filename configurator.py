@@ -11,7 +11,7 @@ use the settings that stand so far, but every public name it assigns must be a s
 Values keep the type of the default: an int is accepted where a float is due, true/false are strict, and
 `none` is accepted where the default is None. Names in capitals are constants, not settings.
 
-    with script("train.py", ModelError):
+    with script("train.py"):
         configure(globals())
         check(globals(), least=dict(batch_size=1), choices=dict(dtype=("auto", "float32")))
         main()
@@ -27,8 +27,22 @@ import sys
 import types
 
 
-class ConfigError(ValueError):
-    """A setting that does not exist or has the wrong type; the message says what to do."""
+class UserError(ValueError):
+    """What the user can mend. The message is one sentence: what is wrong and what to do. `script` prints it."""
+
+
+class ConfigError(UserError):
+    """A setting that does not exist or has the wrong type."""
+
+
+def quiet_interrupt(kind, error, trace, otherwise=sys.excepthook):
+    """Ctrl-C outside `script`, while modules are imported: a line in place of a traceback."""
+    if issubclass(kind, KeyboardInterrupt):
+        return print("stopped", file=sys.stderr)
+    otherwise(kind, error, trace)
+
+
+sys.excepthook = quiet_interrupt                        # scripts import this module first
 
 
 _SIMPLE = (bool, int, float, str, list, tuple, type(None))
@@ -109,6 +123,13 @@ def read_file(path, settings):
             and not (k in settings and v is settings[k])}
 
 
+def check_words(words):
+    """Raises ConfigError for a word of the command line that is not UTF-8: it could be neither printed nor saved."""
+    for word in words:
+        if re.search("[\ud800-\udfff]", word):
+            raise ConfigError(f"command line: {word!r} is not UTF-8; write it in UTF-8, or rename what it names")
+
+
 def print_help(namespace, settings):
     print((namespace.get("__doc__") or "").strip())
     print("\nsettings (override with --name=value, or a config file):")
@@ -128,6 +149,7 @@ def configure(namespace, argv=None):
     """
     settings = settings_of(namespace)
     words = list(sys.argv[1:] if argv is None else argv)
+    check_words(words)
     if "--help" in words or "-h" in words:
         print_help(namespace, settings)
         raise SystemExit(0)
@@ -173,48 +195,39 @@ def check(settings, least=None, most=None, above=None, below=None, choices=None)
             raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, but is {settings[name]!r}")
 
 
-def check_file(name, path):
-    """Makes the folder of a file that a setting names and that will be written much later. Raises
-    ConfigError now if that cannot be; an empty path is no file. What is there stays as it is."""
-    folder = os.path.dirname(path) or "."
-    try:
-        os.makedirs(folder, exist_ok=True)
-        writable = not os.path.isdir(path) and os.access(path if os.path.exists(path) else folder, os.W_OK)
-    except OSError:
-        writable = False
-    if path and not writable:
-        raise ConfigError(f"{name} is {path}, which cannot be written; name another file")
+# ---------------------------------------------------------------------------------------------
+# The script part of a script
 
-
-def write_file(path, text):
-    """Writes the results of a script, where a path is given. Raises ConfigError where there is no room, say."""
-    try:
-        if path:
-            with open(path, "w") as f:
-                f.write(text)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}); the results are on the "
-                          f"screen, so copy them from there") from error
+def mute():
+    """What is printed from here on goes nowhere. Else Python would try once more to print what is left, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
-def script(name, *errors):
+def script(name):
     """
-    Around the body of a script: a ConfigError, one of `errors`, or a file that cannot be read or written
-    ends it with one sentence on stderr and status 1; ctrl-C with status 130; a closed pipe silently.
+    Around the body of a script: a UserError, a file that cannot be read or written, or too little memory ends it with
+    one sentence on stderr and status 1; ctrl-C with status 130; a closed pipe silently.
     """
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:                # closed, as by `>&-`
+            setattr(sys, stream, open(os.devnull, "w"))
     try:
         yield
         sys.stdout.flush()
-    except (ConfigError, *errors) as error:
+    except UserError as error:
         sys.exit(f"{name}: {error}")
     except KeyboardInterrupt:
         print(f"{name}: stopped", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:                             # as in `| head`; python would complain once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None:                      # what it prints cannot be written
+            mute()
+        if isinstance(error, BrokenPipeError):          # as in `| head`
+            sys.exit(141)
+        what = f"{error.filename or 'an output'}: {error.strerror or error}"
+        sys.exit(f"{name}: {what}; choose another path, or mend this one")
+    except (MemoryError, RuntimeError) as error:
+        if not re.search("MemoryError|out of memory|allocate memory", repr(error)):
             raise
-        sys.exit(f"{name}: {error.filename}: {error.strerror}; choose another path, or mend this one")
+        sys.exit(f"{name}: out of memory; lower the batch size, the lengths or the model's size")

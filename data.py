@@ -10,25 +10,27 @@ The noise of a sequence is a function of (seed, number of the sequence) and is s
     python data.py stdlib                                   # the default corpus: no download
     python data.py jsonl *.jsonl.zst --val valid.jsonl --tokenizer gpt2 --out data/mine
 """
-import contextlib
-import errno
+from configurator import UserError  # first: see quiet_interrupt
 import functools
 import hashlib
 import json
 import math
 import os
 import platform
+import re
+import secrets
 import shlex
 import shutil
 import sys
 import sysconfig
-import tempfile
 import zlib
 from pathlib import Path
 
 import numpy as np
 import tiktoken
 import torch
+
+from files import misfit, read_record, write_file, writing
 
 MAGIC, VERSION = 0x42444C4D, 1      # a shard's first two words; the third is its number of tokens
 HEADER_WORDS, HEADER_BYTES = 256, 1024
@@ -48,17 +50,20 @@ TASKS = {                           # `mcqa`: repository, configuration (a patte
     "boolq": ("google/boolq", ".*", "validation"),
     "winogrande": ("allenai/winogrande", "winogrande_xl", "validation"),
 }
-META = (                            # what is read of meta.json, for text and for question sets
-    {"source": str, "revision": str, "tokenizer": str, "vocab_size": int, "skipped": int,
-     "splits": {"*": {"tokens": int, "documents": int, "utf8_bytes": int,
-                      "shards": [{"file": str, "tokens": int}]}}},
-    {"tasks": {"*": {"questions": int, "source": str, "split": str}}},
+VOCABULARY = {"bytes": 258, "gpt2": 50258}
+COUNT = range(1, 2 ** 48)
+META = (                            # the forms of meta.json, for text and for question sets
+    {"source": str, "revision": str, "tokenizer": re.compile("|".join(VOCABULARY)), "vocab_size": COUNT,
+     "skipped": range(2 ** 48), "splits": {"*": {
+         "tokens": COUNT, "documents": COUNT, "utf8_bytes": COUNT,
+         "shards": [{"file": re.compile(r"[a-z]+_\d+\.bin"), "tokens": COUNT}]}}},
+    {"tasks": {"*": lambda name: False,
+               **{f"?{task}": {"questions": COUNT, "source": str, "split": str} for task in TASKS}}},
 )
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class DataError(Exception):
-    """A mistake that the user can mend; its message is one sentence that says how."""
+class DataError(UserError):
+    """Text or questions that cannot be used."""
 
 
 # -- tokenizers -----------------------------------------------------------------------------------
@@ -115,32 +120,19 @@ def encode(tokenizer, text):
 
 # -- writing a prepared folder --------------------------------------------------------------------
 
-@contextlib.contextmanager
-def writing(out):
-    """Around what writes the folder `out`: an OSError becomes a DataError that says what helps."""
-    try:
-        yield
-    except BrokenPipeError:         # the terminal's, not the folder's
-        raise
-    except OSError as error:
-        advice = "choose another --out"
-        if error.errno in NO_ROOM:
-            advice = "make room, run the same command again, and nothing is lost"
-        raise DataError(f"{out} cannot be written ({error.strerror or error}): {advice}") from None
+ELSEWHERE = "choose another --out"
 
 
 def check_out(out, *ours):
     """Raises DataError if the folder `out` holds something, but none of the files `ours`."""
     names = {p.name for p in out.iterdir() if p.suffix != ".tmp"} if out.exists() else set()
     if names and names.isdisjoint(ours):
-        raise DataError(f"{out} is not empty, and not made by this command: choose another --out")
+        raise DataError(f"{out} is not empty, and not made by this command: {ELSEWHERE}")
 
 
 def write_json(path, value):
-    """Writes a JSON file whole or not at all: nobody ever reads half of it."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(temporary, path)
+    """Writes a JSON file, whole or not at all."""
+    write_file(path, json.dumps(value, indent=1) + "\n", ELSEWHERE)
 
 
 def append(path, size, data, header=b""):
@@ -272,13 +264,12 @@ def prepare_stdlib(out="data/stdlib", root=None):
     out, root = Path(out), Path(root or sysconfig.get_path("stdlib"))
     if (out / "meta.json").is_file():
         return read_meta(out)
-    with writing(out):
+    with writing(out, ELSEWHERE):
         check_out(out, "meta.json")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=out.name + ".", dir=out.parent))
+        work = out.with_name(f"{out.name}.{secrets.token_hex(4)}.tmp")
+        work.mkdir(parents=True)
         try:
             write_stdlib(work, root)
-            work.chmod(0o755)       # mkdtemp's folder is for its owner alone
             os.rename(work, out)
         except OSError:             # another process may have been first, with the same bytes
             if not (out / "meta.json").is_file():
@@ -298,35 +289,17 @@ def command_for(path):
     return f"python data.py {what} --out {shlex.quote(str(path))}"
 
 
-def fits(value, form):
-    """Whether a JSON value has a form: a type, [form of each], or a dict, whose "*" is any key."""
-    if isinstance(form, type):
-        return isinstance(value, form)
-    if not isinstance(value, type(form)):
-        return False
-    if isinstance(form, list):
-        return all(fits(v, form[0]) for v in value)
-    wanted = {k: form["*"] for k in value} if "*" in form else form
-    return all(k in value and fits(value[k], wanted[k]) for k in wanted)
-
-
-def read_json(path, *forms):
-    """A JSON file of a prepared folder. Raises DataError if it has none of the forms."""
-    try:
-        value = json.loads(path.read_text())
-    except (ValueError, RecursionError):
-        value = None
-    if not any(fits(value, form) for form in forms):
-        raise DataError(f"{path}: damaged JSON, or not made by data.py: move {path.parent} away "
-                        f"and run {command_for(path.parent)}")
-    return value
+def read_json(path, form):
+    """A JSON file of a prepared folder. Raises UserError if it does not have the form."""
+    return read_record(path, lambda path: json.loads(path.read_text()), form, "a file of data.py",
+                       f"move {path.parent} away and run {command_for(path.parent)}")
 
 
 def read_meta(path):
     """meta.json of a prepared folder. Raises DataError if the folder is missing or unfinished."""
     path = Path(path)
     if (path / "meta.json").is_file():
-        return read_json(path / "meta.json", *META)
+        return read_json(path / "meta.json", META)
     if (path / "progress.json").is_file():
         command = read_json(path / "progress.json", {"command": str})["command"]
         raise DataError(f"{path} is unfinished: run this again and it goes on: {command}")
@@ -352,6 +325,12 @@ def noise_generators(seed, samples):
     return [torch.Generator().manual_seed(s) for s in noise_seeds(seed, samples)]
 
 
+def batches(items, size):
+    """Slices of `size` items, or of one where size is less."""
+    size = max(1, size)
+    return (items[i:i + size] for i in range(0, len(items), size))
+
+
 class TokenData:
     """One split of a prepared folder: a run of tokens on disk, cut into windows.
 
@@ -370,6 +349,9 @@ class TokenData:
             more = "--val PATH... " * (split == "val")
             raise DataError(f"{path} has no {split} split: run {command_for('DIR')} {more}")
         info = self.meta["splits"][split]
+        if sum(shard["tokens"] for shard in info["shards"]) != info["tokens"] or \
+                self.meta["vocab_size"] != VOCABULARY[holds]:
+            raise self._damaged(f"{path}/meta.json contradicts itself")
         self.n_tokens, self.n_bytes = info["tokens"], info["utf8_bytes"]
         self.bytes_per_token = self.n_bytes / self.n_tokens
         self.shards = [self._check(shard["file"], shard["tokens"]) for shard in info["shards"]]
@@ -490,18 +472,16 @@ def task_paths(folder, wanted):
 
 def check_question(row):
     """(contexts, choices, gold) of a row of a prepared question set. Raises ValueError."""
-    try:
-        choices, gold = row["choices"], row.get("gold")
-        contexts = row.get("contexts") or [row["context"]] * len(choices)
-        if len(contexts) != len(choices) or len(choices) < 2:
-            raise TypeError
-        "".join(contexts + choices)                     # they are text
-    except (KeyError, TypeError, AttributeError):
-        raise ValueError("not a prepared question with two answers or more: run python data.py "
-                         "mcqa") from None
-    if type(gold) is not int or not 0 <= gold < len(choices):
-        raise ValueError(f"no gold answer: give it as \"gold\", 0 to {len(choices) - 1}")
-    return contexts, choices, gold
+    contexts = []
+    if not misfit(row, {"choices": [str], "contexts": [str]}):
+        contexts = row["contexts"]
+    elif not misfit(row, {"choices": [str], "context": str}):
+        contexts = [row["context"]] * len(row["choices"])
+    if len(contexts) < 2 or len(contexts) != len(row["choices"]):
+        raise ValueError("not a prepared question with two answers or more: run python data.py mcqa")
+    if type(row.get("gold")) is not int or not 0 <= row["gold"] < len(contexts):
+        raise ValueError(f"no gold answer: give it as \"gold\", 0 to {len(contexts) - 1}")
+    return contexts, row["choices"], row["gold"]
 
 
 def encode_choices(tokenizer, contexts, choices, max_len):
@@ -522,18 +502,20 @@ def encode_choices(tokenizer, contexts, choices, max_len):
     return [(context[cut:], answer) for context, answer in pairs], cut
 
 
-def load_questions(path, tokenizer, max_len, limit=0):
-    """The questions of a prepared <task>.jsonl: [dict(pairs, cut, gold)]. Raises DataError with the
-    line of a bad one."""
+def load_questions(path, tokenizer, max_len, limit=0, seed=0):
+    """The questions of a prepared <task>.jsonl: [dict(pairs, cut, gold)]; with a limit, so many drawn by seed, since
+    neighbours may be variants of one question. Raises DataError with the line of a bad one."""
+    lines = [(n, line) for n, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
+    if 0 < limit < len(lines):
+        lines = [lines[i] for i in sorted(permutation(seed, 0, len(lines))[:limit])]
     questions = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+    for number, line in lines:
         try:
-            if line.strip() and not 0 < limit <= len(questions):
-                contexts, choices, gold = check_question(json.loads(line))
-                pairs, cut = encode_choices(tokenizer, contexts, choices, max_len)
-                questions.append(dict(pairs=pairs, cut=cut, gold=gold))
-        except ValueError as error:                     # that of JSON or UTF-8 too
+            contexts, choices, gold = check_question(json.loads(line))
+            pairs, cut = encode_choices(tokenizer, contexts, choices, max_len)
+        except (ValueError, RecursionError) as error:   # those of JSON and UTF-8 too
             raise DataError(f"{path}:{number}: {error}") from None
+        questions.append(dict(pairs=pairs, cut=cut, gold=gold))
     if not questions:
         raise DataError(f"{path} holds no questions: run python data.py mcqa again")
     return questions
@@ -546,7 +528,7 @@ def show(path):
         print(f"{task}: {info['questions']:,} questions from {info['source']} ({info['split']})")
         print("   ", (Path(path) / f"{task}.jsonl").open().readline().strip()[:300])
     if "splits" not in meta:
-        return
+        return print(f"{path}: {len(meta['tasks'])} question sets")
     tokenizer = get_tokenizer(meta["tokenizer"])
     print(f"{path}: {meta['source']} {meta['revision']}, {meta['tokenizer']} tokens, vocabulary "
           f"{meta['vocab_size']:,}, {meta['skipped']} bad documents skipped")

@@ -126,7 +126,7 @@ class ActiveBlock:
         self.at.copy_(self.order[:, :self.p])
 
     def noise_level(self):
-        """t (b,) fp32 of the step that begins: the masked fraction of each row, which is what t means on average;
+        """t (b,) fp64 of the step that begins: the masked fraction of each row, which is what t means on average;
         first_hitting draws it. None if the model takes no t."""
         if not self.timed:
             return None
@@ -136,7 +136,7 @@ class ActiveBlock:
             self.t *= u ** (1 / masked.sum(1).clamp(min=1))
         else:
             self.t.copy_(masked.double().mean(1))
-        return self.t.float()
+        return self.t.clone()
 
     def positions(self):
         """(b, p) the positions that this step reveals, if they are known before the forward pass: only these need

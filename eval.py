@@ -12,6 +12,7 @@ reads whole blocks of context once, into its cache; the answer starts in the blo
 context ends, and a block's positions after the answer stay masked: nothing is known of them. If an
 answer takes several blocks, each sees the earlier ones clean and nothing of the later ones.
 """
+from configurator import ConfigError, check, configure, script  # first: see quiet_interrupt
 import dataclasses
 import functools
 import itertools
@@ -30,11 +31,10 @@ from tqdm import tqdm
 import ops
 import paper
 import sample
-from checkpoint import load_model
-from configurator import ConfigError, check, check_file, configure, script, write_file
-from data import (DataError, TokenData, bits_per_byte, get_tokenizer, load_questions, noise_generators,
-                  noise_seeds, sha256, task_paths)
+from data import (TokenData, batches, bits_per_byte, load_questions, noise_generators, noise_seeds, sha256,
+                  task_paths)
 from decoders import Sampler
+from files import check_file, write_file
 from model import ModelError, cast_for_inference
 from parallel import Parallel, hardware, pick_dtype, select_kernels
 
@@ -51,7 +51,7 @@ stratified = False                      # sample j of mc draws t from the j-th o
 mcqa = ""                               # a folder made by python data.py mcqa
 tasks = []                              # some of its tasks; []: all
 score = "pll"                           # pll or nelbo (t always stratified)
-limit = 0                               # only the first so many questions of a task; 0: all
+limit = 0                               # so many questions of a task, drawn by seed; 0: all
 # generated text
 generate = 0                            # continuations to sample
 prompt_len = 32                         # tokens of validation text that each one continues
@@ -79,12 +79,6 @@ TABLES = {                              # parts of a result, and the columns of 
 
 # -- small pieces -----------------------------------------------------------------------------
 
-def batches(items, size):
-    """Slices of `size` items, or of one where size is less."""
-    size = max(1, size)
-    return (items[i:i + size] for i in range(0, len(items), size))
-
-
 def ratio(numerator, denominator=1.0):
     """Sum over sum of arrays (n,), and its standard error over the n (nan if there is one). With
     the default denominator it is the mean and the standard error of the mean."""
@@ -105,9 +99,9 @@ def gather(parallel, array):
 
 
 def progress(parallel, what, total, unit):
-    """A bar with ETA on the first rank's stderr."""
+    """A bar with ETA on the first rank's stderr, which moves seldom in a file."""
     return tqdm(desc=what, total=total, unit=unit, file=sys.stderr, leave=False, unit_scale=True,
-                disable=parallel.rank > 0)
+                mininterval=0.2 if sys.stderr.isatty() else 30, disable=parallel.rank > 0)
 
 
 def masked_cross_entropy(model, hidden, target, tile_elements=2 ** 25):
@@ -277,7 +271,7 @@ def score_rows(model, cache, rows, nll):
     mine = dataclasses.replace(cache, lengths=cache.lengths[index], layers=[
         tuple(part[index] for part in state) for state in cache.layers])
     xt = torch.from_numpy(np.stack([row.xt for _, row in rows])).to(dev)       # (rows, l)
-    hidden = model.denoise_hidden(xt, mine, (xt == mask_id).float().mean(1))   # (rows, l, d)
+    hidden = model.denoise_hidden(xt, mine, (xt == mask_id).double().mean(1))  # (rows, l, d)
     i, at, target, choice, weight = zip(*(
         (i, *scored, row.choice, row.weight) for i, (_, row) in enumerate(rows)
         for scored in zip(row.at, row.target)))
@@ -352,7 +346,7 @@ def evaluate_questions(model, tokenizer, parallel):
     results = {}
     for name, path in task_paths(mcqa, tasks).items():
         started = time.time()
-        questions = load_questions(path, tokenizer, model.config.seq_len, limit)
+        questions = load_questions(path, tokenizer, model.config.seq_len, limit, seed)
         nll = score_answers(model, [q["pairs"] for q in questions], parallel, score, seed, mc,
                             batch_size * model.config.seq_len, name)
         figures, seconds = task_figures(questions, nll), time.time() - started
@@ -433,15 +427,11 @@ def paper_name(model):
 
 def open_checkpoint(path, dev):
     """(model, tokenizer, what is known of it) of a checkpoint file or a folder with a ckpt.pt."""
-    path = os.path.join(path, "ckpt.pt") if os.path.isdir(path) else path
-    model, record = load_model(path, dev)
-    name, settings = record.get("tokenizer"), record.get("settings", {})
-    if name is None or get_tokenizer(name).n_vocab != model.config.vocab_size:
-        raise ModelError(f"{path} has {model.config.vocab_size} token ids, not those of its "
-                         f"tokenizer, {name}; use a checkpoint made by train.py")
-    return model, get_tokenizer(name), dict(
+    model, tokenizer, path, record = sample.open_checkpoint(path, dev)
+    settings = record.get("settings", {})
+    return model, tokenizer, dict(
         checkpoint=path, sha256=sha256(path), model=paper_name(model), parameters=model.n_params,
-        tokenizer=name, step=record.get("step"), lr=settings.get("learning_rate"),
+        tokenizer=tokenizer.name, step=record.get("step"), lr=settings.get("learning_rate"),
         data=settings.get("data"))
 
 
@@ -560,7 +550,7 @@ def check_settings():
         raise ConfigError("a judge scores generated text; add --generate=N")
     if tasks and not mcqa:
         raise ConfigError("tasks are files of a question set; add --mcqa=FOLDER")
-    check_file("out", out)
+    check_file("out", out, rb'\{"eval"')
     if mcqa:
         task_paths(mcqa, tasks)
 
@@ -603,6 +593,6 @@ def main():
 
 
 if __name__ == "__main__":
-    with script("eval.py", DataError, ModelError):
+    with script("eval.py"):
         configure(globals())
         main()

@@ -25,12 +25,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import ops
-from configurator import ConfigError, fit, read_file, script
+from configurator import ConfigError, UserError, fit, read_file, script
 from paper import PARAMS
 
 
-class ModelError(ValueError):
-    """A use of the model, a cache or a checkpoint that cannot work; the message says what to do."""
+class ModelError(UserError):
+    """A use of the model, a cache or a checkpoint that cannot work."""
 
 
 @dataclasses.dataclass
@@ -65,7 +65,7 @@ class ModelConfig:
                 f"choose a block_len that divides it")
         require(self.d_model % (2 * self.n_head) == 0,
                 f"d_model {self.d_model} must be a multiple of 2 * n_head = {2 * self.n_head}")
-        require(self.d_inner % self.mamba_head_dim == 0,
+        require(not self.hybrid or self.d_inner % self.mamba_head_dim == 0,
                 f"mamba_expand * d_model = {self.d_inner} must be a multiple of mamba_head_dim "
                 f"{self.mamba_head_dim}")
         require(self.seq_len <= self.rope_capacity,
@@ -166,8 +166,9 @@ class TimestepEmbedding(nn.Module):
 
     def forward(self, t):
         weight = self.mlp[0].weight
-        freq = torch.exp(-math.log(10_000) * torch.arange(128, device=weight.device) / 128)
-        angle = 1000 * t.float()[:, None] * freq                               # (m, 128)
+        dtype = ops.at_least_fp32(weight.dtype)
+        freq = torch.exp(-math.log(10_000) * torch.arange(128, dtype=dtype, device=weight.device) / 128)
+        angle = 1000 * t.to(dtype)[:, None] * freq                             # (m, 128)
         return self.mlp(torch.cat([angle.cos(), angle.sin()], -1).to(weight.dtype))[:, None]
 
 
@@ -688,7 +689,7 @@ def main():
 
 
 if __name__ == "__main__":
-    with script("model.py", ModelError):
+    with script("model.py"):
         if {"-h", "--help"} & set(sys.argv):
             print(__doc__.strip())
         elif sys.argv[1:]:

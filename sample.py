@@ -9,11 +9,13 @@ eq. partial-reverse). All four models; a full-sequence model is one block as lon
 
 `generate` is the loop to read and to import; what a step reveals is in decoders.py.
 """
+from configurator import ConfigError, check, configure, script  # first: see quiet_interrupt
 import codecs
 import dataclasses
 import functools
 import os
 import shutil
+import signal
 import sys
 import time
 
@@ -21,11 +23,10 @@ import torch
 from tqdm import tqdm
 
 import ops
-from checkpoint import (copy_row, fingerprint, load_model, load_prefix, need_cache, read_prefix,
-                        save_prefix)
-from configurator import ConfigError, check, check_file, configure, script
-from data import DataError, get_tokenizer
+from checkpoint import copy_rows, fingerprint, load_model, load_prefix, need_cache, read_prefix, save_prefix
+from data import VOCABULARY, DataError, batches, get_tokenizer
 from decoders import ActiveBlock, Sampler, check_decoder
+from files import check_file
 from model import BlockDiffusionLM, ModelError, cast_for_inference, config_from_file, take
 from parallel import has_fast, pick_device, pick_dtype, select_kernels
 
@@ -58,6 +59,7 @@ engine = "auto"                         # auto, simple, fused or graphs: all dra
 # ---------------------------------------------------------------------------------------------
 
 ENGINES = ("auto", "simple", "fused", "graphs")
+READ_TOGETHER = 4096                    # tokens of prompts that are read together
 
 
 # ---------------------------------------------------------------------------------------------
@@ -143,8 +145,8 @@ def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=No
     prompts: list of 1-D int64 tensors, possibly of different lengths; sampler: Sampler with one seed per prompt;
     model and new_decoder as `open_engine` returns them; stop_token: end a row after it. on_block(row, tokens) is
     called with the new tokens of a row after each block, on_step(xt) after each denoising step, on_read(n) whenever
-    n more tokens of a prompt have been read. prefix: a Prefix that comes before every prompt, which may then be
-    empty; rows begin with its tokens. Raises ModelError when the result would not fit the rotary capacity.
+    n more tokens of a prompt, or of several together, have been read. prefix: a Prefix that comes before every prompt,
+    which may then be empty; rows begin with its tokens. Raises ModelError when the result would not fit the rotary capacity.
     """
     c, device = model.config, model.embed.weight.device
     if prefix is not None:
@@ -234,19 +236,22 @@ def plan(config, prompts, length):
 
 
 def read_prompts(model, cache, prompts, starts, prefix, on_read=None):
-    """Prefills every row up to its start. What was read already, as `prefix` or for an equal prompt above, is copied.
-    Returns the tokens that the rows hold."""
-    rows = []
+    """Prefills every row up to its start, rows of one length together and equal prompts once; what `prefix` holds is
+    copied. Returns the tokens that the rows hold."""
+    rows, device = {}, cache.lengths.device             # rows: start -> prompt -> the rows that have it
     for i, (prompt, start) in enumerate(zip(prompts, starts)):
-        mine, known = cache.rows(i, i + 1), prefix.cache if prefix else None
-        for j in range(i):
-            if torch.equal(prompts[j], prompt):
-                known = cache.rows(j, j + 1)
-        if known is not None:
-            copy_row(known, mine)
-        rows.append(prompt[:start].to(cache.lengths.device))
-        model.prefill(rows[i][None, int(mine.lengths):], mine, on_chunk=on_read)
-    return rows
+        rows.setdefault(start, {}).setdefault(prompt.cpu().numpy().tobytes(), []).append(i)
+    for start, equal in rows.items():
+        for group in batches(list(equal.values()), READ_TOGETHER // max(start, 1)):
+            # One prompt, which may be long, is read in its place; several short ones are read beside it and copied.
+            mine = cache.rows(group[0][0], group[0][0] + 1) if len(group) == 1 else model.new_cache(len(group), start)
+            if prefix:
+                copy_rows(prefix.cache, mine, range(len(group)))
+            tokens = torch.stack([prompts[same[0]][int(mine.lengths[0]):start] for same in group]).to(device)
+            model.prefill(tokens, mine, on_chunk=on_read)
+            for k, same in enumerate(group):
+                copy_rows(mine.rows(k, k + 1), cache, same[len(group) == 1:])
+    return [prompt[:start].to(device) for prompt, start in zip(prompts, starts)]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -257,10 +262,26 @@ BAR_DELAY = 2                           # seconds for which no bar is shown
 
 def check_settings():
     """Raises for whatever can be seen to be wrong before a model is loaded and a prompt is read."""
-    check(globals(), least=dict(length=1, num_samples=1, seed=0), below=dict(seed=2 ** 63),
-          choices=dict(dtype=("auto", "float32", "bfloat16"), engine=ENGINES))
+    check(globals(), least=dict(length=1, num_samples=1, seed=0), most=dict(num_samples=2 ** 20),
+          below=dict(seed=2 ** 63),
+          choices=dict(init=("", "random"), dtype=("auto", "float32", "bfloat16"), engine=ENGINES))
     check_decoder(dict(globals(), tokens_per_step=tokens_per_step or 1))
-    check_file("save_cache", save_cache)
+    check_file("save_cache", save_cache, rb"PK.*nanobdlm-prefix", (prompt_file, load_cache))
+
+
+def tokenizer_of(model, name, path):
+    """The tokenizer of that name. Raises ModelError if its ids are not the model's."""
+    if VOCABULARY.get(name) != model.config.vocab_size:
+        raise ModelError(f"{path} has {model.config.vocab_size} token ids, not those of its tokenizer, {name}; "
+                         f"vocab_size must be 258 for bytes and 50258 for gpt2")
+    return get_tokenizer(name)
+
+
+def open_checkpoint(path, device):
+    """(model, its tokenizer, path of the file, record) of a checkpoint file, or of a folder with a ckpt.pt."""
+    path = os.path.join(path, "ckpt.pt") if os.path.isdir(path) else path
+    model, record = load_model(path, device)
+    return model, tokenizer_of(model, record.get("tokenizer"), path), path, record
 
 
 def open_model(device):
@@ -273,30 +294,21 @@ def open_model(device):
         with torch.device(device):
             model = BlockDiffusionLM(c).eval()
         torch.nn.init.normal_(model.head.weight, std=0.02)
-        return model, get_tokenizer("bytes" if c.vocab_size == 258 else "gpt2")
-    if init:
-        raise ConfigError(f"init must be empty or 'random', but is '{init}'")
-    path = checkpoint or os.path.join(out_dir, "ckpt.pt")
-    path = os.path.join(path, "ckpt.pt") if os.path.isdir(path) else path
-    if not os.path.exists(path):
-        raise ModelError(f"there is no checkpoint at {path}; make one with python train.py, or run "
-                         f"--init=random --model_config=config/laptop.py")
-    model, record = load_model(path, device)
-    return model, get_tokenizer(record["tokenizer"])
+        return model, tokenizer_of(model, "bytes" if c.vocab_size == 258 else "gpt2", model_config)
+    return open_checkpoint(checkpoint or os.path.join(out_dir, "ckpt.pt"), device)[:2]
 
 
 def read_text():
     """The text of --prompt or --prompt_file, empty where there is none."""
     if prompt and prompt_file:
         raise ConfigError("prompt and prompt_file are both given; leave one out")
+    if not prompt_file:
+        return prompt
     try:
-        if not prompt_file:
-            return prompt.encode().decode()
-        with open(prompt_file, encoding="utf-8") as f:
+        with open(prompt_file, encoding="utf-8-sig") as f:
             return f.read()
     except UnicodeError as error:
-        raise DataError(f"{prompt_file or 'the prompt'} is not UTF-8 (byte {error.start}); convert it, for "
-                        f"example with iconv") from error
+        raise DataError(f"{prompt_file} is not UTF-8 (byte {error.start}); convert it, for example with iconv") from None
 
 
 class Printer:
@@ -311,7 +323,7 @@ class Printer:
         self.tokenizer, self.prompt, self.mask_id = tokenizer, prompt, mask_id
         self.unread, self.known, self.total, self.made = unread, known, total, 0
         self.started = self.shown = time.time()
-        self.live = sys.stderr.isatty()
+        self.live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self.bar = tqdm(desc="reading the prompt", total=unread, unit=" tokens", unit_scale=True, leave=False,
                         file=sys.stderr, delay=BAR_DELAY, mininterval=0.2 if self.live else 10, miniters=1)
@@ -424,7 +436,8 @@ def main():
 
 
 if __name__ == "__main__":
-    with script("sample.py", DataError, ModelError):
+    with script("sample.py"):
         sys.stdout.reconfigure(errors="replace")        # of what a terminal's encoding lacks
+        signal.signal(signal.SIGTERM, signal.default_int_handler)   # ends like Ctrl-C
         configure(globals())
         main()

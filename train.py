@@ -8,8 +8,10 @@ parallel.py). Objective: eq. prefix-cache with the weight of eq. bdlm-masked-obj
 Data order and noise are functions of (seed, step, row of the global batch): a resumed run, another
 number of GPUs or another micro-batch continues the same run, up to the order of summation.
 """
+from configurator import ConfigError, check, configure, mute, script, settings_of  # first: see quiet_interrupt
 import contextlib
 import fcntl
+import glob
 import json
 import math
 import os
@@ -22,8 +24,8 @@ from tqdm import tqdm
 
 import data as data_module
 from checkpoint import load_checkpoint, save_checkpoint
-from configurator import ConfigError, check, configure, script, settings_of
-from data import DataError, TokenData, bits_per_byte, noise_generators
+from data import TokenData, bits_per_byte, noise_generators
+from files import misfit, write_file
 from model import BlockDiffusionLM, ModelConfig, ModelError, train_flops
 from parallel import (Parallel, ShardedAdamW, ampere, compile_layers, lost_rank, matmul_ceiling, pick_dtype,
                       select_kernels, share_of_batch)
@@ -95,8 +97,7 @@ def plot_log(path, png):
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    with open(path) as f:
-        rows = [json.loads(line) for line in f]
+    rows = log_rows(path).values()
     train = [(r["step"], r["loss"]) for r in rows if r.get("loss")]
     val = [(r["step"], r["val_loss"]) for r in rows if "val_loss" in r]
     fig, ax = plt.subplots(figsize=(7, 4))
@@ -132,43 +133,52 @@ def validation_nelbo(model, sequences, samples, seed, parallel, autocast, micro,
     return nats / tokens
 
 
+def log_rows(path):
+    """{line: row} of the whole lines of a log.jsonl, in order; a line that was cut off is no row."""
+    rows = {}
+    with open(path, errors="replace") as f:
+        for line in f:
+            with contextlib.suppress(ValueError, RecursionError):
+                rows[line] = json.loads(line)
+    form = {"step": range(1, 2 ** 62), "?loss": (float, type(None)), "?val_loss": float, "?tok_per_s": int}
+    return {line: row for line, row in rows.items() if line.endswith("\n") and not misfit(row, form)}
+
+
 class Log:
     """out_dir/log.jsonl, one object per line; a resumed run drops what lies past its checkpoint. Open
     and locked while the run lasts, so that a second one in the same folder is refused (ConfigError)."""
 
     def __init__(self, path, step, enabled):
-        self.path, self.file = path, None
+        self.path, self.files, self.validated = path, [], set()
         if not enabled:
             return
-        self.file = open(path, "a+")
+        self.open()
+        for left in glob.glob(os.path.join(glob.escape(os.path.dirname(path)), "ckpt.pt.*.tmp")):
+            os.remove(left)                                 # of a run that was killed while it saved
+        rows = {line: row for line, row in log_rows(path).items() if row["step"] <= step}
+        if sum(map(len, rows)) != os.path.getsize(path):
+            write_file(path, "".join(rows), "choose another out_dir")
+            self.open()
+        self.validated = {row["step"] for row in rows.values() if "val_loss" in row}
+
+    def open(self):
+        """Opens and locks the file. One that was replaced stays locked, for whoever has just opened it."""
+        self.files.append(open(self.path, "a"))
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.files[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"another process is training in {os.path.dirname(path)}; wait for it, or "
+            raise ConfigError(f"another process is training in {os.path.dirname(self.path)}; wait for it, or "
                               f"choose another out_dir") from None
         except OSError:
             pass                                            # a file system without locks
-        self.file.seek(0)
-        kept = [line for line in self.file if line.endswith("\n") and 0 < step_of(line) <= step]
-        self.file.truncate(0)
-        self.file.writelines(kept)
-        self.file.flush()
 
     def write(self, row):
-        if self.file:
+        if self.files:
             try:
-                self.file.write(json.dumps(row) + "\n")
-                self.file.flush()
+                self.files[-1].write(json.dumps(row) + "\n")
+                self.files[-1].flush()
             except OSError as error:
                 print(f"train.py: a line of {self.path} is lost: {error.strerror}", file=sys.stderr)
-
-
-def step_of(line):
-    """The step of a line of log.jsonl; 0 for one that is not whole."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, LookupError, TypeError):
-        return 0
 
 
 # ---------------------------------------------------------------------------------------------
@@ -179,7 +189,7 @@ def check_settings():
     check(globals(), least=dict(
         batch_size=1, micro_batch_size=0, seq_len=1, max_iters=1, warmup_iters=0, min_lr=0, weight_decay=0,
         grad_clip=0, beta1=0, beta2=0, seed=0, eval_interval=1, eval_sequences=0, eval_samples=1,
-        log_interval=1, dist_timeout=1), above=dict(learning_rate=0),
+        log_interval=1, dist_timeout=1), most=dict(batch_size=2 ** 20), above=dict(learning_rate=0),
         below=dict(beta1=1, beta2=1, seed=2 ** 32),
         choices=dict(dtype=("auto", "float32", "bfloat16")))
     if warmup_iters >= max_iters:
@@ -187,9 +197,10 @@ def check_settings():
                           f"add --warmup_iters=0")
     if not out_dir:
         raise ConfigError("out_dir is empty; name a folder for checkpoints and the log")
-    path = os.path.join(out_dir, "ckpt.pt")
-    if not resume and os.path.exists(path):
-        raise ConfigError(f"{path} holds a run; add --resume to go on with it, or choose another --out_dir")
+    for name, what in (("ckpt.pt", "add --resume to go on with it"), ("log.jsonl", "move it away")):
+        path = os.path.join(out_dir, name)
+        if not resume and os.path.exists(path) and os.path.getsize(path):
+            raise ConfigError(f"{path} holds a run; {what}, or choose another --out_dir")
 
 
 def main():
@@ -199,13 +210,14 @@ def main():
     master, dev, stop = parallel.rank == 0, parallel.device, []
     chosen = select_kernels(kernels, dev)
 
-    def say(*words, **how):
+    def say(*words):
         try:
             if master:
-                print(*words, **how)
-        except BrokenPipeError:                             # nobody reads on: save and end
-            sys.stdout = open(os.devnull, "w")
-            stop.append(signal.SIGPIPE)
+                print(*words, flush=True)
+        except OSError as error:                            # a full disk is no reason to stop
+            mute()
+            if isinstance(error, BrokenPipeError):          # nobody reads on: save and end
+                stop.append(signal.SIGPIPE)
 
     # 1. Data. The default corpus is the standard library of this Python, prepared on first use.
     if data == "data/stdlib" and not os.path.exists(os.path.join(data, "meta.json")) and master:
@@ -228,7 +240,7 @@ def main():
     micro_batches = share_of_batch(batch_size, micro_batch_size, parallel.rank, parallel.world)
     optimizer = ShardedAdamW(model, learning_rate, (beta1, beta2), weight_decay,
                              parallel.rank, parallel.world)
-    path, step = os.path.join(out_dir, "ckpt.pt"), 0
+    path, step, losses, skipped = os.path.join(out_dir, "ckpt.pt"), 0, [], 0
     if resume:
         record = load_checkpoint(path, "optimizer", "settings", "step")
         if record["config"] != vars(config):
@@ -236,11 +248,12 @@ def main():
             raise ModelError(f"{path} was trained with another {', '.join(changed)}; use the same "
                              f"settings, or another out_dir")
         watched = "seed batch_size data max_iters learning_rate warmup_iters min_lr weight_decay beta1 beta2 grad_clip"
-        if changed := [k for k in watched.split() if record["settings"][k] != s[k]]:
+        if changed := [k for k in watched.split() if record["settings"].get(k) != s[k]]:
             say(f"resuming with another {', '.join(changed)}: not the run that an uninterrupted one would be")
         model.load_state_dict(record["model"])
         optimizer.load_state_dict(record["optimizer"])
-        step = record["step"]
+        # The losses since the last line of the log: the next line is the mean that an uninterrupted run writes.
+        step, losses, skipped = record["step"], record.get("losses", []), record.get("skipped", 0)
         if step >= max_iters:
             say(f"{path} is at step {step} of {max_iters} already; raise --max_iters to train on")
     elif master:
@@ -269,25 +282,47 @@ def main():
             signal.signal(sig, on_signal)
 
     def validate():
+        """The validation loss after `step` steps, logged where it is not yet; None if a signal cut it off."""
         model.eval()
         loss = validation_nelbo(model, val, eval_samples, seed, parallel, autocast,
                                 len(micro_batches[0]), stop)
         model.train()
+        if loss is not None and step not in log.validated:
+            log.write(dict(step=step, val_loss=round(loss, 5)))
+            say(f"{step:>6}/{max_iters} validation {loss:.4f} nats per token")
         return loss
 
-    def save(step):
-        state = optimizer.state_dict()
-        if master:
-            save_checkpoint(path, model, step=step, optimizer=state, tokenizer=tokenizer, settings=s)
+    def save():
+        """Writes ckpt.pt. Returns False where training has just failed: the one before stays as it was."""
+        good = not bad_steps and all(p.isfinite().all() for p in model.parameters())   # on all ranks alike
+        state = optimizer.state_dict() if good else None
+        if good and master:
+            save_checkpoint(path, model, step=step, optimizer=state, tokenizer=tokenizer, settings=s,
+                            losses=losses, skipped=skipped)
+        return good
+
+    def kept():
+        return f"{path} is the last good checkpoint, go on with --resume" if os.path.exists(path) else \
+            "there is no checkpoint yet"
+
+    def end():
+        """The end of a run that a signal stops."""
+        parallel.close()
+        sys.exit(128 + stop[0] if stop else 0)
 
     # 4. The loop.
     flops = train_flops(config, seq_len) * batch_size / parallel.world
     ceiling = matmul_ceiling(dev) if ampere(dev) else None
     if ceiling:
         say(f"{flops / 1e12:.1f} TFLOP a step and GPU; MFU is of {ceiling / 1e12:.0f} TFLOP/s, measured")
-    bad_steps = skipped = 0
-    losses, started, first = [], time.time(), step
+    bad_steps, started, first = 0, time.time(), step
     tick, ticked, val_loss = started, step, None
+    # A validation that an interrupt cut off is made now. Only rank 0 knows the log.
+    due = master and step and (step % eval_interval == 0 or step == max_iters) and step not in log.validated
+    if parallel.sum([bool(due)])[0]:
+        val_loss = validate()
+        if val_loss is None:
+            end()
     while step < max_iters:
         lr = learning_rate_at(step, learning_rate, min_lr, warmup_iters, max_iters)
         optimizer.zero_grad()
@@ -312,9 +347,7 @@ def main():
             bad_steps, skipped = bad_steps + 1, skipped + 1
             say(f"step {step}: loss {loss}, gradient norm {norm}: step skipped ({bad_steps} in a row)")
             if bad_steps == 3:
-                last = f"the last checkpoint is {path}; lower learning_rate and use --resume"
-                raise ModelError("three steps in a row were not finite; " + (
-                    last if os.path.exists(path) else "lower learning_rate and start again"))
+                raise ModelError(f"three steps in a row were not finite; lower learning_rate; {kept()}")
         step += 1
         # A signal may reach one rank alone, and all must stop at the same step. Asking is a collective: every ten steps.
         stopping = parallel.sum([len(stop)])[0] > 0 if step % 10 == 0 or parallel.world == 1 else False
@@ -333,28 +366,26 @@ def main():
                 row["mfu"] = round(1000 * flops / ms / ceiling, 4)
                 speed += f" | MFU {100 * row['mfu']:.1f} % | {row['memory'] / 2**30:.1f} GiB"
             say(f"{step:>6}/{max_iters} {'#' * int(20 * step / max_iters):<20} loss {mean or math.nan:.4f} | "
-                f"lr {lr:.2e} | grad {norm:.2f} | {ms:.0f} ms | {speed} | ETA {duration(eta)}", flush=True)
+                f"lr {lr:.2e} | grad {norm:.2f} | {ms:.0f} ms | {speed} | ETA {duration(eta)}")
             log.write(row)
             tick, ticked, losses = now, step, []
         paused = time.time()
         if step % eval_interval == 0 or step == max_iters:
             val_loss = validate()
             stopping = stopping or val_loss is None
-            if val_loss is not None:
-                log.write(dict(step=step, val_loss=round(val_loss, 5)))
-                say(f"{step:>6}/{max_iters} validation {val_loss:.4f} nats per token", flush=True)
-        if (step % eval_interval == 0 and not bad_steps) or step == max_iters or stopping:
-            save(step)
+        if step % eval_interval == 0 or step == max_iters or stopping:
+            if not save() and step == max_iters:
+                raise ModelError(f"training ended in steps or weights that are not finite; lower learning_rate; "
+                                 f"{kept()}")
         tick += time.time() - paused                    # validating and saving are not training
         if stopping:
-            say(f"stopped at step {step}; {path} is saved, go on with --resume")
-            parallel.close()
-            sys.exit(128 + stop[0] if stop else 0)
+            say(f"stopped at step {step}; {kept()}")
+            end()
 
     # 5. What came out.
     val_loss = validate() if val_loss is None else val_loss
     if val_loss is None:
-        sys.exit(128 + stop[0])
+        end()
     n_bytes = int(val_data.sequence_bytes(seq_len, eval_sequences).sum())
     bpb = bits_per_byte(val_loss, val.numel(), n_bytes)
     say(f"trained in {duration(time.time() - started)}; validation NELBO {val_loss:.4f} nats per token, "
@@ -373,12 +404,14 @@ def main():
 
 if __name__ == "__main__":
     try:
-        with script("train.py", DataError, ModelError):
+        with script("train.py"):
             configure(globals())
             main()
     except RuntimeError as error:
         if not lost_rank(error):
             raise
         print(f"train.py: another process of this run is gone or silent ({str(error).splitlines()[0]}); "
-              f"the last checkpoint is in {out_dir}, start again with --resume", file=sys.stderr, flush=True)
+              + (f"the last checkpoint is in {out_dir}, start again with --resume"
+                 if os.path.exists(os.path.join(out_dir, "ckpt.pt")) else "there is no checkpoint yet, start again"),
+              file=sys.stderr, flush=True)
         os._exit(1)                     # a normal exit would wait for collectives that never end

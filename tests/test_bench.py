@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bench
-from configurator import ConfigError, settings_of
+from configurator import ConfigError, UserError, settings_of
 from model import BlockDiffusionLM, ModelConfig, config_from_file
 from paper import MODELS
 from parallel import ROOT
@@ -209,7 +209,7 @@ def run_script(monkeypatch, script, *argv):
     ("tools.sharding", "--only=ours,theirs", "only must be one of ours, zero, fsdp, but is 'theirs'"),
     ("tools.sharding", "", "one process shards nothing"),
     ("tools.two_streams", "--foo=1", "there is no setting 'foo'"),
-    ("tools.two_streams", "--out={tmp}/x.foo", "Format 'foo' is not supported")])
+    ("tools.two_streams", "--out={tmp}/x.foo", "out must be one of .png, .pdf, .svg, but is '.foo'")])
 def test_bad_input_is_one_sentence_before_any_measurement(tmp_path, monkeypatch, capsys, script, argv, message):
     monkeypatch.chdir(ROOT)
     (tmp_path / "file").write_text("")
@@ -240,7 +240,7 @@ def test_ctrl_c_is_one_line(monkeypatch, capsys, script, argv):
 def test_a_measurement_is_printed_though_it_cannot_be_written(monkeypatch, capsys, tmp_path):
     out = tmp_path / "x.json"
     monkeypatch.setattr(bench, "bench_train", lambda parallel: (out.mkdir(), dict(rows=[1]))[1])
-    with pytest.raises(ConfigError, match="x.json cannot be written .*; the results are on the screen"):
+    with pytest.raises(UserError, match="x.json cannot be written .*; copy the results from the screen"):
         bench.main(["train", "--device=cpu", f"--out={out}"])
     assert last_line(capsys)["rows"] == [1]
 

@@ -1,7 +1,8 @@
 """Settings: files and flags, types, typos."""
 import pytest
 
-from configurator import ConfigError, check, check_file, configure, script, settings_of, write_file
+from configurator import ConfigError, UserError, check, configure, script, settings_of
+from files import check_file, write_file
 
 
 def space(**extra):
@@ -86,8 +87,8 @@ def test_bounds_and_choices_name_the_setting_and_what_it_may_be():
 
 
 def test_a_script_ends_in_one_sentence(capsys, tmp_path):
-    for error, status in ((ConfigError("a"), "x.py: a"), (KeyError("b"), "x.py: 'b'"), (KeyboardInterrupt(), 130)):
-        with pytest.raises(SystemExit) as ended, script("x.py", KeyError):
+    for error, status in ((ConfigError("a"), "x.py: a"), (UserError("b"), "x.py: b"), (KeyboardInterrupt(), 130)):
+        with pytest.raises(SystemExit) as ended, script("x.py"):
             raise error
         assert ended.value.code == status
     with pytest.raises(SystemExit, match="x.py: .*missing: No such file"), script("x.py"):
@@ -114,14 +115,15 @@ def test_what_is_no_config_file_is_refused(tmp_path, content):
 
 
 def test_whether_a_file_can_be_written_is_known_beforehand(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("as it was")
-    for path in ("", str(tmp_path / "file"), str(tmp_path / "new" / "file")):
+    (tmp_path / "file").write_text('{"as": "it was"}')
+    (tmp_path / "empty").touch()
+    for path in ("", *(str(tmp_path / name) for name in ("file", "empty", "new/file"))):
         check_file("out", path)
-    assert (tmp_path / "file").read_text() == "as it was" and not (tmp_path / "new" / "file").exists()
+    assert (tmp_path / "file").read_text() == '{"as": "it was"}' and not (tmp_path / "new" / "file").exists()
     for path in (tmp_path, tmp_path / "file" / "x"):
         with pytest.raises(ConfigError, match="out is .*, which cannot be written; name another file"):
             check_file("out", str(path))
-    monkeypatch.setattr("configurator.os.access", lambda *_: False)         # a folder of another user
+    monkeypatch.setattr("files.os.access", lambda *_: False)         # a folder of another user
     with pytest.raises(ConfigError, match="which cannot be written"):
         check_file("out", str(tmp_path / "x"))
 
@@ -139,5 +141,5 @@ def test_results_that_cannot_be_written_are_said_to_be_on_the_screen(tmp_path):
     write_file("", "text")
     write_file(str(tmp_path / "x.json"), "text")
     assert (tmp_path / "x.json").read_text() == "text"
-    with pytest.raises(ConfigError, match="cannot be written .*; the results are on the screen"):
+    with pytest.raises(UserError, match="cannot be written .*; copy the results from the screen"):
         write_file(str(tmp_path), "text")

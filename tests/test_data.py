@@ -22,6 +22,7 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 import data  # noqa: E402
+from configurator import UserError  # noqa: E402
 from tools import prepare  # noqa: E402
 
 zstandard = pytest.importorskip("zstandard")
@@ -160,15 +161,17 @@ def test_a_zst_file_of_many_frames_is_read_whole(tmp_path):
     assert meta["splits"]["train"]["documents"] == len(TEXTS)
 
 
-def test_plain_text_is_cut_at_blank_lines(tmp_path):
-    text = "".join(f"line {i}\r\n" + "\r\n" * (i % 10 == 0) for i in range(5000))
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    prepared(tmp_path / "out", [tmp_path / "a.txt"])
-    train = data.TokenData(tmp_path / "out", "train")
-    tokens = train.sequences(1).flatten()
-    assert bytes(tokens[tokens != 256].tolist()) == text.replace("\r\n", "\n").encode()
-    sizes = train.documents()[:, 1]
-    assert len(sizes) > 3 and sizes.max() < 10_200 and sizes[:-1].min() > 10_000
+def test_a_text_file_and_its_text_as_json_are_the_same_document(tmp_path):
+    text = "\ufeff" + "".join(f"line {i}\r\n" + "\r\n" * (i % 10 == 0) for i in range(5000))
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    write_jsonl(tmp_path / "b.jsonl", documents([text]))
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(text.encode()))
+    for name in ("a.txt", "b.jsonl", "c.txt.gz"):
+        prepared(tmp_path / name[0], [tmp_path / name])
+        train = data.TokenData(tmp_path / name[0], "train")
+        plain = text[1:].replace("\r\n", "\n").encode()
+        assert train.sequences(1).flatten().tolist() == [*plain, 256]
+        assert train.documents().tolist() == [[len(plain) + 1, len(plain)]]
 
 
 # -- windows --------------------------------------------------------------------------------------
@@ -342,7 +345,7 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path, child, capfd):
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
     assert status(child(*command, tmp_path / "out", before=limit)) == 1
     error = capfd.readouterr().err
-    assert "make room, run the same command again" in error and "Traceback" not in error
+    assert "make room and try again" in error and "Traceback" not in error
     with pytest.raises(data.DataError, match="unfinished: run this again.*jsonl"):
         data.TokenData(tmp_path / "out", "train")
     saved = json.loads((tmp_path / "out" / "progress.json").read_text())
@@ -357,7 +360,7 @@ def test_a_disk_without_room_at_all_is_one_sentence(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     path = write_jsonl(tmp_path / "in.jsonl", documents(TEXTS))
     monkeypatch.setattr(data, "append", full)
-    with pytest.raises(data.DataError, match="No space left.*make room"):
+    with pytest.raises(UserError, match="No space left.*make room"):
         prepared(tmp_path / "out", [path])
 
 
@@ -377,7 +380,7 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path
     with pytest.raises(data.DataError, match="other settings: move it away, or choose"):
         prepared(tmp_path / "out", [path], val_fraction=0.5)
     (tmp_path / "out" / "meta.json").write_text("[]")
-    with pytest.raises(data.DataError, match="damaged JSON.*move .*out away"):
+    with pytest.raises(UserError, match="damaged.*move .*out away"):
         prepared(tmp_path / "out", [path])
     with pytest.raises(data.DataError, match="not empty.*: choose another --out$"):
         prepared(tmp_path, [path])
@@ -544,13 +547,13 @@ def test_a_place_where_no_folder_can_be_is_one_sentence(tmp_path, command, where
     (tmp_path / "file").write_text("kept")
     assert main(*command, "--out", tmp_path / where) == 1
     error = capsys.readouterr().err
-    assert "cannot be written (" in error and error.endswith("): choose another --out\n")
+    assert "cannot be written (" in error and error.endswith("); choose another --out\n")
     assert (tmp_path / "file").read_text() == "kept"
 
 
 @pytest.mark.parametrize("number, advice", [
     (errno.EACCES, "choose another --out"), (errno.EROFS, "choose another --out"),
-    (errno.ENOSPC, "make room, run the same command again")])
+    (errno.ENOSPC, "make room and try again")])
 @pytest.mark.parametrize("command", COMMANDS, indirect=True)
 def test_what_cannot_be_written_comes_with_advice_that_fits(
         tmp_path, monkeypatch, command, capsys, number, advice):
@@ -559,7 +562,7 @@ def test_what_cannot_be_written_comes_with_advice_that_fits(
     (tmp_path / "data").mkdir()
     monkeypatch.setattr(Path, "mkdir", refuse)
     assert main(*command, "--out", tmp_path / "data" / "out") == 1
-    assert f"out cannot be written ({os.strerror(number)}): {advice}" in capsys.readouterr().err
+    assert f"out cannot be written ({os.strerror(number)}); {advice}" in capsys.readouterr().err
 
 
 def test_question_sets_do_not_go_into_a_folder_of_text(tmp_path, capsys):
@@ -665,7 +668,7 @@ REFUSED = {
     "truncated": (lambda f: damage_shard(f, lambda c: c[:-2]), "truncated: remove"),
     "another format": (lambda f: damage_shard(f, lambda c: c.__setitem__(0, 0)), "not a shard"),
     **{f"meta.json is {text}": (
-        lambda f, text=text: (f / "meta.json").write_text(text), "damaged JSON")
+        lambda f, text=text: (f / "meta.json").write_text(text), "damaged")
        for text in ("{", "[]", '{"tokenizer": "bytes"}', '{"tasks": {"piqa": 1}}')},
     "a mask in the data": (
         lambda f: damage_shard(f, lambda c: c.__setitem__(slice(1024, 1026), b"\x01\x01")),
@@ -678,7 +681,7 @@ def test_a_damaged_folder_is_refused_with_the_command_to_run(tmp_path, case):
     folder = make_folder(tmp_path)
     damage, message = REFUSED[case]
     damage(folder)
-    with pytest.raises(data.DataError, match=message + ".*run python data.py|" + message):
+    with pytest.raises(UserError, match=message + ".*run python data.py|" + message):
         data.TokenData(folder, "train").sequences(16)
 
 

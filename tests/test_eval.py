@@ -621,7 +621,7 @@ def bad(corpus, checkpoints, tmp_path):
     ("--checkpoint={tmp}", "there is no checkpoint at"),
     ("--checkpoint={tmp}/empty.pt", "not a whole nanoBDLM checkpoint"),
     ("--checkpoint={tmp}/bytes.pt", "300 token ids, not those of its tokenizer, bytes"),
-    ("--checkpoint={tmp}/gpt3.pt", "no tokenizer 'gpt3'"),
+    ("--checkpoint={tmp}/gpt3.pt", "300 token ids, not those of its tokenizer, gpt3"),
     ("--checkpoint={good} --data={tmp}/gpt2", "holds gpt2 tokens, not bytes tokens"),
     ("--checkpoint={good} --data={tmp}/nowhere", "holds no prepared data: run python data.py"),
     ("--checkpoint={good} --mcqa={tmp}/nowhere", "holds no question set: run python data.py mcqa"),

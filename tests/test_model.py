@@ -11,7 +11,7 @@ import torch
 
 import paper
 from checkpoint import load_model, save_checkpoint
-from configurator import ConfigError
+from configurator import ConfigError, UserError
 from conftest import ARCHITECTURES, BLOCK_MODELS, make_batch, make_model
 from model import BlockDiffusionLM, ModelConfig, ModelError, cast_for_inference, config_from_file
 
@@ -303,10 +303,10 @@ def test_missing_truncated_and_foreign_checkpoints_are_refused_in_a_sentence(tmp
     whole = open(path, "rb").read()
     for damaged in (whole[:len(whole) // 2], b"", b"not a checkpoint"):
         open(path, "wb").write(damaged)
-        with pytest.raises(ModelError, match="not a whole nanoBDLM checkpoint"):
+        with pytest.raises(UserError, match="not a whole nanoBDLM checkpoint"):
             load_model(path)
     torch.save({"a": 1}, path)
-    with pytest.raises(ModelError, match="not a whole nanoBDLM checkpoint"):
+    with pytest.raises(UserError, match="not a whole nanoBDLM checkpoint"):
         load_model(path)
 
 
@@ -318,7 +318,7 @@ def test_a_failed_save_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
     for failure in (full_disk, lambda record, f: (_ for _ in ()).throw(KeyboardInterrupt())):
         monkeypatch.setattr(torch, "save", failure)
-        with pytest.raises((ModelError, KeyboardInterrupt)):
+        with pytest.raises((UserError, KeyboardInterrupt)):
             save_checkpoint(path, model, step=2)
         assert load_model(path)[1]["step"] == 1
         assert os.listdir(tmp_path) == ["ckpt.pt"]

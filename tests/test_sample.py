@@ -3,6 +3,7 @@ import io
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import decoders
 import ops
 import sample
 from checkpoint import fingerprint, load_prefix, read_prefix, save_checkpoint, save_prefix
-from configurator import ConfigError
+from configurator import ConfigError, UserError
 from conftest import ARCHITECTURES, BLOCK_MODELS, ENGINES, generate_by, make_model, make_sampler, prompts_of
 from data import DataError, get_tokenizer
 from decoders import ORDERS, ActiveBlock, Sampler, cut
@@ -121,7 +122,7 @@ def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_token_for_
         read.append(x0.size(1)), prefill(model, x0, cache, **how)))
     out = generate_by(engine, model, [prompt[prompt_length:]] * 2, 21, make_sampler(model, 2), prefix=prefix)
     assert all(torch.equal(a, b) for a, b in zip(out.tokens, want))
-    assert read[:2] == [(prompt_length + more) // 8 * 8 - prompt_length // 8 * 8, 0]    # what came after, once
+    assert read[0] == (prompt_length + more) // 8 * 8 - prompt_length // 8 * 8          # what came after, once
     again = read_prefix(model, prompt[prompt_length:], prefix)
     alone = generate_by(engine, model, [prompt[:0]], 21, make_sampler(model), prefix=again)
     assert torch.equal(alone.tokens[0], want[0])
@@ -136,13 +137,26 @@ def test_an_engine_runs_in_the_dtype_that_it_is_asked_for(engine, dtype):
     assert opened.new_cache(1, 8).layers[0][0].dtype == dtype
 
 
-def test_equal_prompts_are_read_once():
-    model, read = make_model("mamba_h", torch.float32), []
+def test_prompts_of_one_length_are_read_together_and_equal_ones_once(monkeypatch):
+    model, read = make_model("mamba_h"), []
     prefill = model.prefill
-    model.prefill = lambda x0, cache, **how: (read.append(x0.size(1)), prefill(x0, cache, **how))
-    a, b = prompts_of(19, 19)
-    generate(model, [a, b, a, a], 1, make_sampler(model, 4))
-    assert read == [16, 16, 0, 0]
+    a, b, c, d = prompts_of(19, 19, 9, 19)
+    prompts = [a, c, b, a, d, c, a]
+    alone = [generate(model, [p], 9, make_sampler(model, 1, seed=5 + i)).tokens[0] for i, p in enumerate(prompts)]
+    model.prefill = lambda x0, cache, **how: (read.append(tuple(x0.shape)), prefill(x0, cache, **how))
+    for together, shapes in ((4096, [(3, 16), (1, 8)]), (32, [(2, 16), (1, 16), (1, 8)])):
+        monkeypatch.setattr(sample, "READ_TOGETHER", together)
+        read.clear()
+        rows = generate(model, prompts, 9, make_sampler(model, 7)).tokens
+        assert read[:len(shapes)] == shapes and all(map(torch.equal, rows, alone))
+
+
+def test_thousands_of_prompts_are_read_in_a_second():
+    model, n = make_model("mamba_h", torch.float32, n_layer=2), 4000
+    prompts = list(torch.randint(0, 22, (n, 20), generator=torch.Generator().manual_seed(0)))
+    cache, started = model.new_cache(n, 16), time.perf_counter()
+    sample.read_prompts(model, cache, prompts, [16] * n, None)
+    assert time.perf_counter() - started < 3            # one by one, each beside all others: 9 s
 
 
 def test_a_saved_prompt_of_other_weights_and_damaged_files_are_refused_in_a_sentence(tmp_path):
@@ -167,10 +181,10 @@ def test_a_saved_prompt_of_other_weights_and_damaged_files_are_refused_in_a_sent
     whole = open(path, "rb").read()
     for damaged in (whole[:len(whole) // 2], whole[:-1], b"", b"not a cache"):
         open(path, "wb").write(damaged)
-        with pytest.raises(ModelError, match="not a whole saved cache"):
+        with pytest.raises(UserError, match="not a whole saved cache"):
             load(model)
     save_checkpoint(path, make_model("mamba_h"))
-    with pytest.raises(ModelError, match="not a whole saved cache"):
+    with pytest.raises(UserError, match="not a whole saved cache"):
         load(model)
     torch.save(dict(format="nanobdlm-prefix-1", fingerprint=mark, tokens=prompt, layers=[]), path)
     with pytest.raises(ModelError, match="saved by another version"):

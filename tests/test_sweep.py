@@ -11,7 +11,7 @@ import types
 import pytest
 from test_train import ROOT, TINY, corpus, read_log  # noqa: F401  (a fixture)
 
-from configurator import ConfigError, configure, settings_of
+from configurator import ConfigError, UserError, configure, settings_of
 from tools import sweep
 
 
@@ -93,7 +93,7 @@ def test_what_is_done_is_not_done_again_and_other_settings_are_refused(swept, co
 @pytest.mark.parametrize("argv, message", [
     (["--runs=['']"], "does not exist"), (["--runs=['a \"b']"], "cannot be split"), (["--runs_per_gpu=0"], "at least 1"),
     (["--learning_rates=abc"], "above 0"), (["--eval_settings=mcc=1"], "no setting 'mcc'"),
-    (["--table=/dev/null/t.json"], "cannot be written"), (["--figure=/"], "cannot be written")])
+    (["--table=/dev/null/t.json"], "cannot be written"), (["--figure=/x/../"], "must be one of .png"), (["--figure=/dev/null/x.png"], "cannot be written")])
 def test_what_cannot_work_is_refused_before_any_run(tmp_path, argv, message):
     with pytest.raises(ConfigError, match=message):
         run(f"--out_dir={tmp_path}/out", *argv)
@@ -150,10 +150,10 @@ def test_a_table_is_drawn_again_from_its_json_and_may_lack_evaluations(swept, tm
     table = capsys.readouterr().out
     assert f"{record['runs'][0]['val_loss']:.4f}" in table and "NELBO" not in table and "*" in table
     assert (tmp_path / "again.png").read_bytes() != whole
-    with pytest.raises(ConfigError, match="no file that sweep.py wrote"):
+    with pytest.raises(UserError, match="not a file that sweep.py wrote"):
         run(f"--draw={path},{swept[0]}/tiny_mamba_h/run.json")
     (tmp_path / "odd.json").write_text('{"runs": [1, 2]}')
-    with pytest.raises(ConfigError, match="no file that sweep.py wrote"):
+    with pytest.raises(UserError, match="not a file that sweep.py wrote"):
         run(f"--draw={tmp_path}/odd.json")
 
 

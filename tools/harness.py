@@ -17,13 +17,12 @@ import sys
 import torch
 from tqdm import tqdm
 
-import configurator
 import eval as evaluation
 import sample
-from configurator import ConfigError, check, check_file, configure, write_file
-from data import DataError, encode_choices, noise_seeds
+from configurator import ConfigError, check, configure, script
+from data import encode_choices, noise_seeds
 from decoders import Sampler
-from model import ModelError
+from files import check_file, write_file
 from parallel import Parallel, pick_dtype, select_kernels
 
 try:
@@ -116,6 +115,6 @@ def main():
 
 
 if __name__ == "__main__":
-    with configurator.script("harness.py", DataError, ModelError):
+    with script("harness.py"):
         configure(globals())
         main()

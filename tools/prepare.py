@@ -1,5 +1,6 @@
 """
-Makes text into folders that data.py reads, and six zero-shot question sets into one small form.
+Makes text into folders that data.py reads, and six zero-shot question sets into one small form. Layouts, the fields of
+rows and those of prepared questions are in docs/data.md.
 
 Training never needs this module: it runs once, beforehand. `python data.py` hands its command line over to `main`
 here, and `python -m tools.prepare` takes the same one. Nothing else asks for zstandard, huggingface_hub and pyarrow.
@@ -8,6 +9,7 @@ here, and `python -m tools.prepare` takes the same one. Nothing else asks for zs
     python data.py dclm --tokens 5e9
 """
 import argparse
+import contextlib
 import functools
 import gzip
 import hashlib
@@ -27,10 +29,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from configurator import script
-from data import (HUB, NO_ROOM, SHARD_TOKENS, SPLITS, TASKS, VERSION, DataError, SplitWriter,
+from configurator import UserError, check_words, script
+from data import (ELSEWHERE, HUB, META, SHARD_TOKENS, SPLITS, TASKS, VERSION, DataError, SplitWriter,
                   check_out, encode, get_tokenizer, prepare_stdlib, read_json, read_meta, sha256,
-                  show, write_json, write_meta, writing)
+                  show, write_json, write_meta)
+from files import NO_ROOM, misfit, write_file, writing
 
 SAVE_TOKENS = 4_000_000             # at most this much is held in memory, or lost with a kill
 BATCH_BYTES = 1 << 20               # text that one thread tokenises at a time
@@ -51,7 +54,7 @@ def unreadable(path, error):
     return DataError(f"{path} cannot be read ({why}): mend it and run the same command again")
 
 
-# -- preparing text: resumable, on all cores, in constant memory ----------------------------------
+# -- preparing text: resumable, on all cores, in memory for a few documents -----------------------
 
 @dataclass
 class Source:
@@ -94,29 +97,17 @@ def zstd_lines(file):
         yield rest
 
 
-def read_records(file, name, done):
-    """(line, bytes) of every document after line `done`: a JSON line, or a stretch of plain text.
+def is_text(name):
+    return re.search(r"\.txt(\.zst|\.gz)?$", name)
 
-    Plain text is cut at a blank line after 10,000 bytes, or at any line's end after 100,000, so
-    that memory stays flat and there is something to split; `line` is then the last line.
-    """
+
+def read_records(file, name, done):
+    """(line, bytes) of every document after line `done`: a JSON line, or all of a text file, as line 1."""
     lines = zstd_lines(file) if name.endswith(".zst") else \
         gzip.open(file) if name.endswith(".gz") else file
-    text, size = [], 0
-    for number, line in enumerate(lines, 1):
-        if number <= done:
-            continue
-        if ".txt" not in name:
-            if line.strip():
-                yield number, line
-            continue
-        text.append(line.replace(b"\r\n", b"\n"))
-        size += len(text[-1])
-        if size > 100_000 or size > 10_000 and not line.strip():
-            yield number, b"".join(text)
-            text, size = [], 0
-    if text:
-        yield number, b"".join(text)
+    for number, line in enumerate([b"".join(lines)] if is_text(name) else lines, 1):
+        if number > done and line.strip():
+            yield number, line
 
 
 def read_batches(source, index, path, done):
@@ -141,23 +132,25 @@ def read_batches(source, index, path, done):
 
 
 def document_text(raw, name):
-    """The text of one record. Raises ValueError with what is wrong with it."""
+    """The text of one record: whatever the format, without a byte order mark and with lines that end in \\n. Raises
+    ValueError with what is wrong with it."""
     if isinstance(raw, Exception):
         raise ValueError(raw)
     try:
-        text = raw.removeprefix(b"\xef\xbb\xbf").decode()
-        row = dict(text=text) if ".txt" in name else json.loads(text)
+        text = raw.decode("utf-8-sig")
+        row = dict(text=text) if is_text(name) else json.loads(text)
     except UnicodeDecodeError:
         raise ValueError("not UTF-8") from None
     except (ValueError, RecursionError):
         row = None
-    if not isinstance(row, dict):
-        raise ValueError('not a JSON object; one is expected on each line, {"text": ...}')
-    if not isinstance(row.get("text"), str):
-        raise ValueError('no "text"')
-    if not row["text"]:
-        raise ValueError("an empty document")
-    return row["text"]
+    text = row.get("text") if isinstance(row, dict) else None
+    why = ('not a JSON object; one is expected on each line, {"text": ...}' if not isinstance(row, dict) else
+           'no "text"' if not isinstance(text, str) else
+           "an empty document" if not text else
+           "a document of 4 GiB or more" if len(raw) >> 32 else "")
+    if why:
+        raise ValueError(why)
+    return text.removeprefix("\ufeff").replace("\r\n", "\n")
 
 
 def tokenise(tokenizer, batch):
@@ -183,6 +176,11 @@ def ordered_map(pool, function, items, ahead):
         yield waiting.popleft().result()
 
 
+COUNTS = {key: range(2 ** 48) for key in ("tokens", "documents", "utf8_bytes")}
+PROGRESS = {"command": str, "made_from": dict, "skipped": range(2 ** 48), "splits": {split: COUNTS for split in SPLITS},
+            "position": lambda at: not misfit(at, [range(2 ** 48)]) and len(at) == 2}
+
+
 class Preparation:
     """Makes sources into a prepared folder; what it writes is a function of its settings alone.
 
@@ -205,7 +203,7 @@ class Preparation:
     def run(self, workers=None):
         """Prepares what is not there yet and returns meta.json's content. Raises DataError."""
         workers = workers or os.cpu_count()
-        with writing(self.out):
+        with writing(self.out, ELSEWHERE):
             if self.finished():
                 self.clean()
                 return read_meta(self.out)
@@ -226,7 +224,7 @@ class Preparation:
         check_out(self.out, "meta.json", "progress.json")
         self.out.mkdir(parents=True, exist_ok=True)
         names = [name for name in ("meta.json", "progress.json") if (self.out / name).is_file()]
-        saved = read_json(self.out / names[0], {}) if names else {}
+        saved = read_json(self.out / names[0], META if names[0] == "meta.json" else PROGRESS) if names else {}
         if names and saved.get("made_from") != self.made_from:
             raise DataError(f"{self.out} was made from other files or with other settings: move it "
                             "away, or choose another --out")
@@ -307,7 +305,8 @@ class Preparation:
         for split in wanted:
             if not self.writers[split].documents:
                 raise DataError(f"no document went to the {split} split: remove {self.out} and "
-                                "give more text, or another --val_fraction")
+                                "give more text, or another --val_fraction, or name files with --val; "
+                                "a .txt file is one document")
         meta = write_meta(self.out, self.source, self.revision, self.tokenizer.name, self.writers,
                           self.skipped, self.made_from)
         if self.budget and not self.full():
@@ -320,6 +319,8 @@ class Preparation:
         """Removes what only the preparation needed."""
         (self.out / "progress.json").unlink(missing_ok=True)
         shutil.rmtree(self.out / DOWNLOAD, ignore_errors=True)
+        for left in self.out.glob("*.json.*.tmp"):      # by a kill while it was written
+            left.unlink()
 
 
 def local_sources(paths, split):
@@ -343,19 +344,17 @@ def on_hub(repo, call, *args, **kwargs):
     except Exception as error:      # the hub's, the network's and the disk's errors
         if getattr(error, "errno", None) in NO_ROOM:
             raise
-        if type(error).__name__ == "GatedRepoError":
-            raise DataError(
-                f"{repo} is gated: accept its licence at https://huggingface.co/datasets/{repo} in "
-                "a browser, log in here with `hf auth login`, and run this again") from None
-        raise DataError(
-            f"{repo} cannot be read from the hub ({type(error).__name__}): run the same command "
-            "again when the network is back, or name a copy with --local DIR") from None
+        what = (f"is gated: accept its licence at https://huggingface.co/datasets/{repo} in a browser, log in here "
+                f"with `hf auth login`, and run this again" if type(error).__name__ == "GatedRepoError" else
+                f"cannot be read from the hub ({type(error).__name__}): run the same command again when the network "
+                f"is back, or name a copy with --local DIR")
+        raise DataError(f"{repo} {what}") from None
 
 
-def hub_files(repo, revision, wanted, out, local=None):
+def hub_files(repo, revision, wanted, out, local=None, what=""):
     """The files of a data set that match `wanted`, sorted: (names, fetch(name) -> path, revision).
 
-    local: a folder with the repository's layout, to use in place of the hub.
+    local: a folder with the repository's layout, to use in place of the hub; what: they are, for the error.
     """
     if local:
         names = [p.relative_to(local).as_posix() for p in Path(local).rglob("*") if p.is_file()]
@@ -367,9 +366,10 @@ def hub_files(repo, revision, wanted, out, local=None):
         names = on_hub(repo, hub.HfApi().list_repo_files, **where)
         fetch = lambda name: Path(on_hub(
             repo, hub.hf_hub_download, name, local_dir=Path(out, DOWNLOAD), **where))
-    names = sorted(name for name in names if re.fullmatch(wanted, name))
+    held, names = names, sorted(name for name in names if re.fullmatch(wanted, name))
     if not names:
-        raise DataError(f"{local or repo} holds no file that matches {wanted}")
+        raise DataError(f"{local or repo} holds no {what or f'file that matches {wanted}'}"
+                        f" (it holds {', '.join(sorted(held)[:5]) or 'nothing'})")
     return names, fetch, revision
 
 
@@ -421,10 +421,8 @@ def question(task, row, number):
     try:
         context, choices, gold = template(task, row)
         choices = [" " + choice for choice in choices]
-    except KeyError as error:
-        raise ValueError(f"no field {error}") from None
-    except (TypeError, AttributeError, ValueError):
-        raise ValueError(f"not a row of {task}") from None
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"no field {error}" if isinstance(error, KeyError) else f"not a row of {task}") from None
     if not all(choice.strip() for choice in choices):
         raise ValueError("an answer with no characters")
     if not re.fullmatch(r"\d+", str(int(gold) if isinstance(gold, bool) else gold)) \
@@ -437,33 +435,35 @@ def question(task, row, number):
 
 def read_rows(path):
     """(number, row) of a .jsonl or .parquet file. Raises DataError for a line that is not JSON."""
+    parquet = need("pyarrow.parquet") if path.suffix == ".parquet" else None
     try:
-        rows = path.read_bytes().splitlines() if path.suffix != ".parquet" else \
-            need("pyarrow.parquet").read_table(path).to_pylist()
+        rows = parquet.read_table(path).to_pylist() if parquet else path.read_bytes().splitlines()
     except (OSError, ValueError) as error:      # a ValueError is pyarrow's
         raise unreadable(path, error) from None
     for number, row in enumerate(rows, 1):
         try:
             if isinstance(row, dict) or row.strip():
                 yield number, row if isinstance(row, dict) else json.loads(row)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise DataError(f"{path}:{number}: not JSON") from None
 
 
-def task_files(task, out, local):
-    """hub_files for one task. A local folder has a folder for the task, or the hub's layout."""
-    repo, config, split = TASKS[task]
+def task_files(task, out, local, split):
+    """hub_files for one task and split. In a local folder they are in a folder named after the task, or in one named
+    after the repository, as on the hub; the split is part of their name."""
+    repo, config, _ = TASKS[task]
+    what = f"{split} split of {task}: name another with --split"
     if not local:
-        return hub_files(repo, "refs/convert/parquet", f"{config}/{split}/.*parquet", out)
-    if Path(local, task).is_dir():
-        return hub_files(repo, "", rf".*{split}.*\.(jsonl|parquet)", out, Path(local, task))
-    return hub_files(repo, "", rf".*{config}.*{split}.*\.(jsonl|parquet)", out, Path(local, repo))
+        return hub_files(repo, "refs/convert/parquet", f"{config}/{re.escape(split)}/.*parquet", out, what=what)
+    ours = Path(local, task).is_dir()
+    wanted = rf".*{'' if ours else config}.*{re.escape(split)}.*\.(jsonl|parquet)"
+    return hub_files(repo, "", wanted, out, Path(local, task if ours else repo), what)
 
 
-def prepare_task(task, out, local):
+def prepare_task(task, out, local, split):
     """Writes out/<task>.jsonl and returns its part of meta.json. Raises DataError that names the
     file and line of a bad row."""
-    names, fetch, revision = task_files(task, out, local)
+    names, fetch, revision = task_files(task, out, local, split)
     rows = []
     for name in names:
         for number, row in read_rows(fetch(name)):
@@ -473,23 +473,22 @@ def prepare_task(task, out, local):
                 raise DataError(f"{fetch(name)}:{number}: {error}") from None
     if not rows:
         raise DataError(f"{fetch(names[0])} holds no questions")
-    temporary = out / f"{task}.jsonl.tmp"
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    os.replace(temporary, out / f"{task}.jsonl")
-    return dict(questions=len(rows), source=TASKS[task][0], split=TASKS[task][2], revision=revision,
+    write_file(out / f"{task}.jsonl", "".join(json.dumps(row) + "\n" for row in rows), ELSEWHERE)
+    return dict(questions=len(rows), source=TASKS[task][0], split=split, revision=revision,
                 files=names, sha256=sha256(out / f"{task}.jsonl"))
 
 
-def prepare_mcqa(out="data/mcqa", tasks=None, local=None):
-    """Writes out/<task>.jsonl for the tasks (None: all, or all that `local` holds) and meta.json,
-    whose content it returns. Raises DataError."""
-    out = Path(out)
+def prepare_mcqa(out="data/mcqa", tasks=None, local=None, split=None):
+    """Writes out/<task>.jsonl for the tasks (None: all, or all that `local` holds) and meta.json, whose content it
+    returns. split: None for the one that TASKS names. Raises UserError for tasks that cannot be made, after making all
+    others."""
+    out, failed = Path(out), []
     if tasks is None:
         tasks = [task for task, (repo, *_) in TASKS.items()
                  if not local or Path(local, task).is_dir() or Path(local, repo).is_dir()]
     if not tasks:
         raise DataError(f"{local} has no folder named after one of {', '.join(TASKS)}")
-    with writing(out):
+    with writing(out, ELSEWHERE):
         check_out(out, "meta.json")
         earlier = read_meta(out) if (out / "meta.json").is_file() else {"tasks": {}}
         if "tasks" not in earlier:
@@ -497,9 +496,16 @@ def prepare_mcqa(out="data/mcqa", tasks=None, local=None):
         meta = dict(earlier, format=VERSION, template="lm-evaluation-harness 4e7e0d47")
         out.mkdir(parents=True, exist_ok=True)
         for task in tasks:
-            meta["tasks"][task] = prepare_task(task, out, local)
-            write_json(out / "meta.json", meta)     # each time, for it says that the folder is ours
+            try:
+                meta["tasks"][task] = prepare_task(task, out, local, split or TASKS[task][2])
+                write_json(out / "meta.json", meta)     # each time, for it says that the folder is ours
+            except UserError as error:
+                failed.append(str(error))
         shutil.rmtree(out / DOWNLOAD, ignore_errors=True)
+        if failed:
+            with contextlib.suppress(OSError):
+                out.rmdir()                             # where nothing was made
+            raise DataError("; ".join(failed) + "; the other tasks are made" * (len(failed) < len(tasks)))
     return meta
 
 
@@ -563,6 +569,8 @@ def parse_arguments(argv):
             command.add_argument("--seq_len", type=number(1, 10**9), default=8192)
         if name == "mcqa":
             command.add_argument("--tasks", nargs="+", choices=list(TASKS))
+            command.add_argument("--split", help="of every task, such as validation (default: test for ARC, "
+                                                 "else validation)")
     return parser.parse_args(argv)
 
 
@@ -588,12 +596,13 @@ def prepare_text(args, argv):
 
 def main(argv):
     """Runs one command. A mistake ends the process, in the way of configurator.script."""
-    with script("data.py", DataError):
+    with script("data.py"):
+        check_words(argv)
         args = parse_arguments(argv)
         if args.command == "stdlib":
             prepare_stdlib(args.out)
         elif args.command == "mcqa":
-            prepare_mcqa(args.out, args.tasks, args.local)
+            prepare_mcqa(args.out, args.tasks, args.local, args.split)
         elif args.command != "show":
             prepare_text(args, argv)
         show(args.dir if args.command == "show" else args.out)

@@ -9,10 +9,11 @@ import json
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from configurator import check, check_file, configure, script, write_file
+from configurator import check, configure, script
+from files import check_file, write_file
 from data import noise_generators
 from decoders import Sampler
-from model import BlockDiffusionLM, ModelError, config_from_file
+from model import BlockDiffusionLM, config_from_file
 from parallel import ShardedAdamW, ampere, compile_layers, hardware, pick_device, pick_dtype, select_kernels
 from sample import open_engine
 
@@ -102,6 +103,6 @@ def main():
 
 
 if __name__ == "__main__":
-    with script("profile_step.py", ModelError):
+    with script("profile_step.py"):
         configure(globals())
         main()

@@ -19,10 +19,11 @@ from tqdm import tqdm
 
 import eval as evaluation
 import sample
-from configurator import ConfigError, check, check_file, configure, script, write_file
-from data import DataError, TokenData, noise_seeds, token_bytes
+from configurator import ConfigError, check, configure, script
+from data import TokenData, noise_seeds, token_bytes
 from decoders import Sampler
-from model import ModelError, cast_for_inference
+from files import check_file, write_file
+from model import cast_for_inference
 from paper import MODELS
 from parallel import Parallel, hardware, pick_dtype, select_kernels
 
@@ -175,6 +176,6 @@ def main():
 
 
 if __name__ == "__main__":
-    with script("quality.py", DataError, ModelError):
+    with script("quality.py"):
         configure(globals())
         main()

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from bench import release, synchronize
-from configurator import ConfigError, check, check_file, configure, script, write_file
-from model import BlockDiffusionLM, ModelError, config_from_file
+from configurator import ConfigError, check, configure, script
+from files import check_file, write_file
+from model import BlockDiffusionLM, config_from_file
 from parallel import Parallel, ShardedAdamW, ampere, compile_layers, hardware, select_kernels
 
 config = ""                             # a file of config/; empty: mamba_h_350m, on a CPU laptop
@@ -141,6 +142,6 @@ def main():
 
 
 if __name__ == "__main__":
-    with script("sharding.py", ModelError):
+    with script("sharding.py"):
         configure(globals())
         main()

@@ -10,7 +10,10 @@ and five learning rates (tab:validation-87m-full), or the four models and ablati
 Each run is `train.py` in a process of its own and right after it `eval.py`. Start the same command again after
 an interrupt or a failure: what is done is not done again, and what was begun goes on from its checkpoint.
 """
+from configurator import ConfigError, check, configure, script, settings_of  # first: see quiet_interrupt
 import contextlib
+import ctypes
+import functools
 import json
 import math
 import os
@@ -24,12 +27,11 @@ import time
 import torch
 from tqdm import tqdm
 
-import configurator
 import eval as evaluation
 import train
-from configurator import ConfigError, check, check_file, configure, settings_of
-from data import DataError, TokenData, prepare_stdlib
+from data import TokenData, prepare_stdlib
 from eval import print_table
+from files import check_file, misfit, read_record, write_file
 from paper import MODELS
 from parallel import ROOT, hardware, pick_device
 
@@ -49,6 +51,15 @@ table = ""                              # where to write the table as JSON; empt
 draw = ""                               # such JSONs, between commas: show and draw them, and train nothing
 # ---------------------------------------------------------------------------------------------
 
+DIE_WITH = getattr(ctypes.CDLL(None), "prctl", None)     # Linux alone can end a process with the one that started it
+PICTURE = rb"\x89PNG|%PDF|<\?xml"
+NUMBER = (int, float, type(None))
+FIGURES = {**dict.fromkeys("nelbo nelbo_se nelbo_se_noise ppl_se bpb acc acc_se tokens samples".split(), NUMBER),
+           "ppl": (int, float)}         # of a text, of those that eval.py writes
+REPORT = {"results": [{"parameters": int, "text": {"*": FIGURES}}]}
+ROW = {"name": str, "base": str, "points": [{"step": int, "val": (int, float), "train": NUMBER}], "?error": str,
+       "?eval": FIGURES, "?learning_rate": NUMBER, "?tokens": NUMBER, "?parameters": NUMBER, "?val_loss": NUMBER}
+RESULTS = {"runs": lambda rows: rows and not misfit(rows, [ROW])}           # the form of the table as JSON
 EVALUATION = 100                        # steps that an evaluation counts for in the progress bar
 SAME_RESULT = {"out_dir", "resume", "micro_batch_size", "log_interval", "device", "kernels", "compile",
                "dist_timeout"}          # settings of train.py that may change between two starts
@@ -80,10 +91,10 @@ class Run:
 
     @property
     def state(self):
-        return read_json(self.path("run.json")) or {}
+        state = read_json(self.path("run.json"))
+        return state if isinstance(state, dict) else {}
 
     def remember(self, **news):
-        os.makedirs(self.folder, exist_ok=True)
         write_json(self.path("run.json"), {**self.state, **news})
 
     def claim(self):
@@ -98,14 +109,14 @@ class Run:
 
     def rows(self):
         """What log.jsonl holds so far."""
-        with contextlib.suppress(FileNotFoundError), open(self.path("log.jsonl")) as f:
-            return [json.loads(line) for line in f if line.endswith("\n")]
+        with contextlib.suppress(FileNotFoundError):
+            return list(train.log_rows(self.path("log.jsonl")).values())
         return []
 
     @property
     def steps(self):
         """The step of the log's last whole line, 0 without one."""
-        with contextlib.suppress(OSError, IndexError), open(self.path("log.jsonl"), "rb") as f:
+        with contextlib.suppress(OSError, LookupError, ValueError, TypeError), open(self.path("log.jsonl"), "rb") as f:
             f.seek(max(os.path.getsize(f.name) - 4096, 0))
             return json.loads(f.read().split(b"\n")[-2])["step"]
         return 0
@@ -119,18 +130,19 @@ class Run:
 
     @property
     def trained(self):
-        return self.state.get("trained", False) and bool(self.points)
+        """Whether train.py ended well and logged the last validation, which is what runs are compared by."""
+        return bool(self.state.get("trained") and self.points and
+                    self.points[-1]["step"] == self.settings["max_iters"])
 
     @property
     def report(self):
         """Parameters and the figures of the first text from the JSON that eval.py wrote; None if it is
         missing, unreadable, or by other settings of eval.py than today's."""
-        with contextlib.suppress(LookupError, TypeError, StopIteration):
-            if self.state["evaluated"] == eval_settings:
-                result = read_json(self.path("eval.json"))["results"][0]
-                figures = next(iter(result["text"].values()))
-                keys = "nelbo nelbo_se nelbo_se_noise ppl ppl_se bpb acc acc_se tokens samples".split()
-                return dict(parameters=result["parameters"], eval={k: figures[k] for k in keys})
+        record = read_json(self.path("eval.json"))
+        if self.state.get("evaluated") == eval_settings and not misfit(record, REPORT):
+            for result in record["results"]:
+                for figures in result["text"].values():
+                    return dict(parameters=result["parameters"], eval={k: figures[k] for k in FIGURES})
 
     def command(self, script):
         """The command that trains this run, from its checkpoint if there is one, or evaluates it."""
@@ -161,14 +173,12 @@ def split(text):
 
 def read_json(path):
     """The content of a JSON file; None if it is missing or not whole."""
-    with contextlib.suppress(OSError, ValueError), open(path) as f:
+    with contextlib.suppress(OSError, ValueError, RecursionError), open(path) as f:
         return json.load(f)
 
 
 def write_json(path, value):
-    with open(f"{path}.tmp", "w") as f:
-        json.dump(value, f, indent=1)
-    os.replace(f"{path}.tmp", path)
+    write_file(path, json.dumps(value, indent=1), "choose another out_dir")
 
 
 def mean_before(rows, step):
@@ -207,14 +217,17 @@ def signals():
 
 
 def start(run, script, place, threads):
-    """A process of the run on a place. Its own session: a Ctrl-C reaches sweep.py alone, which then
-    ends it in order. It prints to <script>.txt in the run's folder."""
+    """A process of the run on a place. Its own session: a Ctrl-C reaches sweep.py alone, which then ends it in order;
+    if sweep.py is killed, it gets SIGTERM and train.py saves. It prints to <script>.txt in the run's folder."""
+    if script == "train" and not os.path.exists(run.path("ckpt.pt")):
+        with contextlib.suppress(FileNotFoundError):        # of a run that ended before its first checkpoint
+            os.replace(run.path("log.jsonl"), run.path("log.jsonl.old"))
     environment = dict(os.environ, OMP_NUM_THREADS=str(threads), PYTHONUNBUFFERED="1")
     if place:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(place)
     with open(run.path(f"{script}.txt"), "w") as log:
-        return subprocess.Popen(run.command(script), stdout=log, stderr=log, env=environment,
-                                start_new_session=True)
+        return subprocess.Popen(run.command(script), stdout=log, stderr=log, env=environment, start_new_session=True,
+                                preexec_fn=DIE_WITH and functools.partial(DIE_WITH, 1, signal.SIGTERM))
 
 
 def run_all(todo, evaluate, bar, done):
@@ -223,7 +236,7 @@ def run_all(todo, evaluate, bar, done):
     moves the bar to done(). A run that fails keeps the reason in `error`, and the others go on. On a signal
     all processes are told to end, on which train.py saves; when they have, this raises KeyboardInterrupt.
     """
-    waiting, running, free = list(todo), {}, places()
+    waiting, running, free, again = list(todo), {}, places(), set()
     threads = max(1, (os.cpu_count() or 1) // (len(free) * gpus_per_run))
     with signals() as stop:
         while (waiting and not stop) or running:
@@ -237,7 +250,11 @@ def run_all(todo, evaluate, bar, done):
                 free.append(place)
                 if process.returncode == 0:
                     run.remember(**{"trained": True} if script == "train" else {"evaluated": eval_settings})
-                    if script == "train" and evaluate:
+                    if run in again and not run.trained:
+                        run.error = (f"{run.name}: train.py ended twice without the last validation in "
+                                     f"{run.path('log.jsonl')}; move {run.folder} away and start again")
+                    elif script == "train" and (evaluate or not run.trained):
+                        again.add(run)
                         waiting.insert(0, run)
                 elif not stop:
                     run.error = run.why(script, process.returncode)
@@ -397,8 +414,9 @@ def check_settings():
     if not all(isinstance(rate, (int, float)) and rate > 0 for rate in learning_rates):
         raise ConfigError(f"learning_rates is {learning_rates}; each is a number above 0")
     configure(settings_of(vars(evaluation)), [f"--{word}" for word in split(eval_settings)])
-    check_file("table", table)
-    check_file("figure", figure)
+    check(dict(figure=os.path.splitext(figure or "x.png")[1]), choices=dict(figure=(".png", ".pdf", ".svg")))
+    check_file("table", table, rb'\{\s*"runs"')
+    check_file("figure", figure, PICTURE)
 
 
 def train_and_evaluate():
@@ -429,19 +447,17 @@ def main():
     check_settings()
     if draw:
         paths, errors = draw.split(","), []
-        records = [read_json(path) for path in paths]
-        for path, record in zip(paths, records):
-            if not isinstance(record, dict) or not record.get("runs") or not all(
-                    isinstance(row, dict) and {"name", "base", "points"} <= row.keys() for row in record["runs"]):
-                raise ConfigError(f"{path} is no file that sweep.py wrote")
+        load = lambda path: json.loads(open(path).read())
+        records = [read_record(path, load, RESULTS, "a file that sweep.py wrote", "name another") for path in paths]
     else:
         record, errors = train_and_evaluate()
         paths, records = [table or os.path.join(out_dir, "sweep.json")], [record]
         write_json(paths[0], record)
     path, (results, *repetitions) = paths[0], [record["runs"] for record in records]
+    png = figure or f"{os.path.splitext(path)[0]}.png"
+    check_file("figure", png, PICTURE, paths)
     for rows in (results, *repetitions):
         show(rows)
-    png = figure or f"{os.path.splitext(path)[0]}.png"
     picture(results, png, repetitions)
     print(f"wrote {png}" if draw else f"wrote {path} and {png}")
     errors += [r["error"] for r in results if "error" in r]
@@ -451,7 +467,7 @@ def main():
 
 
 if __name__ == "__main__":
-    with configurator.script("sweep.py", DataError):
+    with script("sweep.py"):
         try:
             configure(globals())
             main()

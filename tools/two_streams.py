@@ -5,13 +5,15 @@ Mamba state starts where.
     python -m tools.two_streams
     python -m tools.two_streams --out=mine.png
 """
+import os
+
 import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 
 import ops
-from configurator import configure, script
+from configurator import check, configure, script
 
 out = "assets/two_streams.png"          # the picture
 
@@ -67,6 +69,7 @@ def draw_states(ax):
 
 
 def main():
+    check(dict(out=os.path.splitext(out)[1]), choices=dict(out=(".png", ".pdf", ".svg")))
     fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), width_ratios=[1, 1.35])
     draw_mask(left)
     draw_states(right)
@@ -75,6 +78,6 @@ def main():
 
 
 if __name__ == "__main__":
-    with script("two_streams.py", ValueError):            # of a kind of picture that there is not
+    with script("two_streams.py"):
         configure(globals())
         main()

@@ -15,10 +15,9 @@ import torch
 
 import eval as evaluation
 import sample
-from configurator import ConfigError, check, check_file, configure, script, write_file
-from data import DataError
+from configurator import ConfigError, check, configure, script
 from decoders import Sampler
-from model import ModelError
+from files import check_file, write_file
 from parallel import pick_device, pick_dtype, select_kernels
 
 # -- settings --
@@ -117,7 +116,7 @@ def svg(found):
 def main():
     check(globals(), least=dict(length=0, tokens_per_step=0, shown=0, columns=20, seed=0), above=dict(seconds=0),
           choices=dict(dtype=("auto", "float32", "bfloat16")))
-    check_file("out", out)
+    check_file("out", out, rb"<svg", [prompt_file, trace])
     if not out.endswith(".svg"):
         raise ConfigError(f"out must end in .svg, but is {out}")
     if trace:
@@ -131,6 +130,6 @@ def main():
 
 
 if __name__ == "__main__":
-    with script("unmasking.py", DataError, ModelError, OSError):
+    with script("unmasking.py"):
         configure(globals())
         main()

@@ -1,0 +1,220 @@
+"""
+Every file that a script reads is truncated, bit-flipped and given values of wrong types, at seeded places. The script
+then ends in one sentence and a status that is not 0, or it gives a result; a file with checksums gives the right one. There is
+never a traceback, nor a write outside the output folder. All in one process, 200 cases; more: FUZZ=5000 pytest tests/robust/test_fuzz.py
+"""
+import copy
+import gzip
+import io
+import json
+import os
+import random
+import re
+import runpy
+import shutil
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from test_faults import script
+from test_train import TINY, corpus  # noqa: F401  (a fixture)
+
+from tools import sweep
+
+CASES = int(os.environ.get("FUZZ", 200))
+JUNK = [None, True, -1, 0, 1.5, 10 ** 30, float("nan"), "x", "", "../x", [], [1], {}, {"x": 1}]
+TRAIN = [*TINY, "--max_iters=2", "--eval_sequences=1", "--data={here}/data"]
+QUICK = ["--device=cpu", "--checkpoint={here}/run"]
+EVAL = ["eval.py", *QUICK, "--sequences=1", "--data={here}/data"]
+SAMPLE = ["sample.py", *QUICK, "--length=8", "--tokens_per_step=8"]
+PREPARE = ["data.py", "jsonl", "{here}/in/a.jsonl", "{here}/in/b.txt", "{here}/in/c.jsonl.gz", "--tokenizer", "bytes",
+           "--workers", "1", "--out"]
+QUESTIONS = [dict(context="abc" * i, choices=[" a", " bc"], gold=i % 2) for i in range(6)]
+READERS = {                             # a file, and the commands that read it; what they write is in {here}/out
+    "run/ckpt.pt": [SAMPLE, EVAL, ["train.py", *TRAIN, "--max_iters=3", "--out_dir={here}/run", "--resume"]],
+    "cache": [[*SAMPLE, "--load_cache={here}/cache", "--prompt=more"]],
+    "run/log.jsonl": [["train.py", *TRAIN, "--max_iters=3", "--out_dir={here}/run", "--resume"]],
+    "data/meta.json": [["train.py", *TRAIN, "--out_dir={here}/out"], EVAL, ["data.py", "show", "{here}/data"]],
+    "data/train_00000.bin": [["train.py", *TRAIN, "--out_dir={here}/out"], ["data.py", "show", "{here}/data"]],
+    "data/val_00000.bin": [EVAL],
+    "questions/piqa.jsonl": [["eval.py", *QUICK, "--mcqa={here}/questions"]],
+    "questions/meta.json": [["data.py", "show", "{here}/questions"]],
+    "local/piqa/validation.jsonl": [["data.py", "mcqa", "--local", "{here}/local", "--out", "{here}/out"]],
+    "in/a.jsonl": [[*PREPARE, "{here}/out"]], "in/b.txt": [[*PREPARE, "{here}/out"]], "in/c.jsonl.gz": [[*PREPARE, "{here}/out"]],
+    "half/progress.json": [[*PREPARE, "{here}/half"]],
+    "config.py": [["train.py", "{here}/config.py", *TRAIN, "--out_dir={here}/out"]],
+    "prompt": [[*SAMPLE, "--prompt_file={here}/prompt"]],
+    "table.json": [["tools/sweep.py", "--draw={here}/table.json", "--figure={here}/out/f.png"]],
+    "sweep/run.json": [["a run of a sweep"]], "sweep/eval.json": [["a run of a sweep"]], "sweep/log.jsonl": [["a run of a sweep"]],
+}
+CHECKSUMS = ("run/ckpt.pt", "cache")    # a damaged one never gives another result
+OURS = {"run", "half"}                  # folders that a command may write besides out
+
+
+def execute(argv, here):
+    argv = [word.format(here=here) for word in argv]
+    if argv[0] != "a run of a sweep":
+        return script(*argv)
+    sweep.out_dir = str(here)
+    run = sweep.Run(str(here / "config.py"))
+    run.folder = str(here / "sweep")
+    return 0, json.dumps([sweep.summarise(run), run.trained, run.steps], default=str), ""
+
+
+@pytest.fixture(scope="module")
+def sound(corpus, tmp_path_factory):  # noqa: F811
+    """A folder with every file that a script reads."""
+    here = tmp_path_factory.mktemp("sound")
+    shutil.copytree(corpus, here / "data")
+    pairs = [word[2:].partition("=") for word in [*TINY, "--max_iters=2", "--eval_sequences=1"]]
+    (here / "config.py").write_text("".join(
+        f"{key} = {value if value[0].isdigit() else repr(value)}\n" for key, _, value in pairs))
+    assert execute(["train.py", *TRAIN, "--out_dir={here}/run"], here)[0] == 0
+    assert execute([*SAMPLE, "--save_cache={here}/cache", "--prompt=a prompt of some length"], here)[0] == 0
+    for name in ("questions", "local/piqa", "in", "sweep"):
+        (here / name).mkdir(parents=True)
+    (here / "questions" / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    (here / "local" / "piqa" / "validation.jsonl").write_text("".join(
+        json.dumps(dict(goal=f"do {i}", sol1="a", sol2="b", label=i % 2)) + "\n" for i in range(4)))
+    (here / "questions" / "meta.json").write_text(json.dumps(dict(tasks=dict(piqa=dict(
+        questions=6, source="here", split="validation")))))
+    texts = "".join(json.dumps(dict(text=f"text number {i}")) + "\n" for i in range(9)).encode()
+    (here / "in" / "a.jsonl").write_bytes(texts)
+    (here / "in" / "b.txt").write_bytes(b"A book.\r\n")
+    (here / "in" / "c.jsonl.gz").write_bytes(gzip.compress(texts))
+    (here / "prompt").write_text("na\u00efve prompt")
+    assert execute([*PREPARE, "{here}/half"], here)[0] == 0
+    made = json.loads((here / "half" / "meta.json").read_text())["made_from"]
+    (here / "half" / "meta.json").unlink()
+    nothing = dict(tokens=0, documents=0, utf8_bytes=0)
+    (here / "half" / "progress.json").write_text(json.dumps(dict(
+        command="python data.py jsonl", made_from=made, position=[0, 0], skipped=0,
+        splits=dict(train=nothing, val=nothing))))
+    shutil.copy(here / "run" / "log.jsonl", here / "sweep")
+    figures = {key: 1.5 for key in "nelbo nelbo_se nelbo_se_noise ppl ppl_se bpb acc acc_se tokens samples".split()}
+    (here / "sweep" / "eval.json").write_text(json.dumps(dict(results=[dict(parameters=9, text=dict(c4=figures))])))
+    (here / "sweep" / "run.json").write_text(json.dumps(dict(trained=True, evaluated=sweep.eval_settings, settings={})))
+    row = dict(name="mamba_h", base="mamba_h", learning_rate=0.01, tokens=9, parameters=9, val_loss=2.5,
+               points=[dict(step=2, val=3.5, train=None), dict(step=4, val=2.5, train=2.75)], eval=figures)
+    (here / "table.json").write_text(json.dumps(dict(runs=[row])))
+    return here
+
+
+def places(value, path=()):
+    """The paths of all parts of a nested record."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, part in items:
+        yield from places(part, (*path, key))
+
+
+def with_junk(record, numbers):
+    """A copy of a record of which one part is something else, or missing."""
+    *path, last = numbers.choice([path for path in places(record) if path] or [(None,)])
+    if last is None:
+        return numbers.choice(JUNK)
+    record = inside = copy.deepcopy(record)
+    for i, key in enumerate(path):
+        if isinstance(inside[key], tuple):
+            inside[key] = list(inside[key])
+        inside = inside[key]
+    if numbers.random() < 0.2 and isinstance(inside, dict):
+        del inside[last]
+    else:
+        inside[last] = numbers.choice(JUNK)
+    return record
+
+
+def retyped(path, numbers):
+    """Gives one value in a file another type, by whatever the file's format is."""
+    if path.suffix == ".pt" or path.name == "cache":
+        torch.save(with_junk(torch.load(path), numbers), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(with_junk(json.loads(path.read_text()), numbers)))
+    elif path.suffix == ".jsonl":
+        lines = path.read_text().splitlines()
+        i = numbers.randrange(len(lines))
+        lines[i] = json.dumps(with_junk(json.loads(lines[i]), numbers))
+        path.write_text("\n".join(lines) + "\n")
+    elif path.suffix == ".py":
+        lines = path.read_text().splitlines()
+        i = numbers.randrange(len(lines))
+        junk = numbers.choice([junk for junk in JUNK if junk != 10 ** 30])      # a config may ask for 10^30 steps
+        lines[i] = f"{lines[i].partition('=')[0]} = {junk!r}".replace("nan", "float('nan')")
+        path.write_text("\n".join(lines))
+    else:
+        path.write_bytes(numbers.randbytes(numbers.choice([0, 1, 100, 5000])))
+
+
+def truncated(path, numbers):
+    path.write_bytes(path.read_bytes()[:numbers.randrange(path.stat().st_size)])
+
+
+def flipped(path, numbers):
+    content = bytearray(path.read_bytes())
+    for _ in range(numbers.choice([1, 1, 1, 50])):
+        content[numbers.randrange(len(content))] ^= 1 << numbers.randrange(8)
+    path.write_bytes(content)
+
+
+WRITES = []                             # where something was written while `watching`
+watching = False
+
+
+def watch(event, args):
+    if not watching:
+        return
+    if event == "open" and isinstance(args[0], (str, bytes)) and (args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        WRITES.append(os.fsdecode(args[0]))
+    if event in ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.link", "os.truncate"):
+        WRITES.extend(os.fsdecode(arg) for arg in args[:2] if isinstance(arg, (str, bytes)))
+
+
+def test_damaged_files_end_in_a_sentence_or_in_the_right_result(sound, tmp_path, monkeypatch):
+    import matplotlib.figure
+    global watching
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path, **how: Path(path).write_bytes(b"\x89PNG"))
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+    sys.addaudithook(watch)
+    before, cases, right, failures = dict(vars(sweep)), [], {}, []
+    commands = [(file, damage, i) for damage in (truncated, flipped, retyped)
+                for file, readers in READERS.items() for i in range(len(readers))]
+    for case in range(CASES):
+        numbers = random.Random(case)
+        file, damage, i = commands[case % len(commands)]
+        here = tmp_path / str(case)
+        shutil.copytree(sound, here)
+        damage(here / file, numbers)
+        argv = READERS[file][i]
+        WRITES.clear()
+        watching = True
+        try:
+            status, printed, error = execute(argv, here)
+            last = error.strip().splitlines()[-1:] or [""]
+            if status and not re.match(r"[a-z_]+\.py: \S", last[0].rpartition("\r")[2]):
+                failures.append((case, file, damage.__name__, argv[0], f"no sentence: {last[0]!r}"))
+            if not status and not printed:
+                failures.append((case, file, damage.__name__, argv[0], "neither a sentence nor a result"))
+            if not status and file in CHECKSUMS and damage is not retyped:
+                key = file, i
+                if key not in right:
+                    shutil.copytree(sound, tmp_path / "right", dirs_exist_ok=True)
+                    right[key] = execute(argv, tmp_path / "right")[1]
+                if printed != right[key] and argv[0] == "sample.py":
+                    failures.append((case, file, damage.__name__, argv[0], "another result"))
+        except Exception:
+            failures.append((case, file, damage.__name__, argv[0], traceback.format_exc()[-1500:]))
+        finally:
+            watching = False
+        mine = {str(here / name) for name in ("out", *OURS)}
+        outside = [path for path in WRITES if not any(os.path.abspath(path).startswith(folder) for folder in mine)
+                   and not path.startswith("/dev/") and "matplotlib" not in path and str(tmp_path / "right") not in path]
+        if outside:
+            failures.append((case, file, damage.__name__, argv[0], f"wrote {outside}"))
+        cases.append(status)
+        shutil.rmtree(here)
+    vars(sweep).update(before)
+    assert not failures, f"{len(failures)} of {CASES}: " + "\n".join(map(str, failures[:20]))
+    assert 0.3 < sum(map(bool, cases)) / CASES          # most damage is found
