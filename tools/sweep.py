@@ -61,7 +61,8 @@ FIGURES = {**dict.fromkeys("nelbo nelbo_se nelbo_se_noise ppl_se bpb acc acc_se 
            "ppl": (int, float)}         # of a text, of those that eval.py writes
 REPORT = {"results": [{"parameters": int, "text": {"*": {**FIGURES, "nats": [(int, float)]}}}]}
 ROW = {"name": str, "base": str, "points": [{"step": int, "val": (int, float), "train": NUMBER}], "?error": str,
-       "?eval": FIGURES, "?nats": [(int, float)], "?learning_rate": NUMBER, "?tokens": NUMBER, "?parameters": NUMBER, "?val_loss": NUMBER}
+       "?eval": FIGURES, "?nats": [(int, float)],
+       **dict.fromkeys(("?learning_rate", "?tokens", "?parameters", "?val_loss"), NUMBER)}
 RESULTS = {"runs": lambda rows: rows and not misfit(rows, [ROW])}           # the form of the table as JSON
 EVALUATION = 100                        # steps that an evaluation counts for in the progress bar
 SAME_RESULT = {"out_dir", "resume", "micro_batch_size", "log_interval", "device", "kernels", "compile",
@@ -361,9 +362,9 @@ def show(results):
 
 def differences(results):
     """
-    Config files in the order of their NELBO, each beside the next worse one: [dict]. Runs that differ in the seed alone
-    are one entry, the mean of their NELBOs. Both models read the same sequences, so the standard error over sequences is
-    that of the paired differences; that over seeds is known from two seeds of each on. Nats per token.
+    Config files in the order of their NELBO, each beside the next worse one: [dict]. Runs that differ in the seed
+    alone are one entry, the mean of their NELBOs. Both models read the same sequences, so the standard error over
+    sequences is that of the paired differences; that over seeds is known from two seeds of each on. Nats per token.
     """
     groups = {}
     for r in results:
