@@ -159,7 +159,7 @@ def nelbo_counts(model, x, parallel, autocast, seed, mc, stratified=False, batch
 def nelbo_figures(counts, tokens, n_bytes):
     """
     counts (n, mc, 3) as above, tokens and n_bytes (n,) of the sequences -> a dict. `nelbo_se` holds
-    text and noise. `nelbo_se_noise`, known from mc = 2 on, is what another seed would change; with
+    text and noise; `nats` is the NELBO of every sequence, for paired comparisons. `nelbo_se_noise`, known from mc = 2 on, is what another seed would change; with
     stratified noise it is a bound, as the strata differ.
     """
     nats, masked, hits = counts.mean(1).T
@@ -168,7 +168,7 @@ def nelbo_figures(counts, tokens, n_bytes):
     n, mc, _ = counts.shape
     noise = counts[..., 0].var(1, ddof=1).sum() / mc if mc > 1 else math.nan
     ppl = math.exp(min(nelbo, 700))
-    return dict(nelbo=nelbo, nelbo_se=se, nelbo_se_noise=math.sqrt(noise) / tokens.sum(),
+    return dict(nats=nats.round(3).tolist(), nelbo=nelbo, nelbo_se=se, nelbo_se_noise=math.sqrt(noise) / tokens.sum(),
                 ppl=ppl, ppl_se=ppl * se, acc=100 * acc, acc_se=100 * acc_se,
                 bpb=bits_per_byte(nelbo, tokens.sum(), n_bytes.sum()),
                 bpb_se=ratio(nats, n_bytes)[1] / math.log(2), sequences=n, samples=mc,

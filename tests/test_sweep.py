@@ -228,3 +228,33 @@ def test_runs_share_gpus_or_spread_over_them(monkeypatch):
     sweep.gpus_per_run = 6
     with pytest.raises(ConfigError, match="lower gpus_per_run"):
         sweep.places()
+
+
+def test_a_picked_rate_is_carried_over_to_more_tokens_and_warm_ups_keep_their_share(config, monkeypatch):
+    for name, value in dict(runs=[f"{config} max_iters=16 warmup_iters=4", f"{config} seed=2 max_iters=16"],
+                            learning_rates=[1e-3, 2e-3], pick_iters=4, transfer_rate=True).items():
+        setattr(sweep, name, value)
+    tries, (first, second) = sweep.plan()
+    assert [(t.settings["max_iters"], t.settings["warmup_iters"]) for t in tries[config]] == 2 * [(4, 0)]
+    for t, val in zip(tries[config], (5.0, 4.0)):
+        monkeypatch.setattr(type(t), "trained", True)
+        t.__dict__["val"] = val
+    monkeypatch.setattr(sweep.Run, "points", property(lambda run: [dict(val=run.__dict__["val"])]))
+    assert sweep.with_best_rate(first, tries[config]).settings["learning_rate"] == 1e-3      # 2e-3 * (16 / 4)^-1/2
+    sweep.transfer_rate = False
+    assert sweep.with_best_rate(second, tries[config]).settings["learning_rate"] == 2e-3
+
+
+def test_differences_are_paired_by_sequence_and_seeds_are_one_entry(capsys):
+    """Sequences differ by nats, the two models by 0.1 on every one: the paired error is small."""
+    noise = [0.0, 2.0, -1.0, 5.0]
+    def row(name, base, offset):
+        return dict(name=name, base=base, nats=[10 * (3 + n + offset) for n in noise], eval=dict(tokens=40))
+    rows = sweep.differences([row("b seed=1", "b", 0.12), row("a seed=1", "a", 0.01), row("a seed=2", "a", -0.01),
+                              row("b seed=2", "b", 0.08), dict(name="lost", base="c", error="why")])
+    (found,) = rows
+    assert (found["better"], found["worse"], found["seeds"]) == ("a", "b", 2)
+    assert found["difference"] == pytest.approx(0.1) and found["se_text"] == pytest.approx(0, abs=1e-12)
+    assert found["se_seeds"] == pytest.approx(((0.02 ** 2 + 0.04 ** 2) / 4) ** 0.5)
+    sweep.show_differences(rows)
+    assert "+0.1000" in capsys.readouterr().out

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -32,7 +33,7 @@ import train
 from data import TokenData, prepare_stdlib
 from eval import print_table
 from files import check_file, misfit, read_record, write_file
-from paper import MODELS
+from paper import MODELS, transfer_lr
 from parallel import ROOT, hardware, pick_device
 
 # ---------------------------------------------------------------------------------------------
@@ -42,6 +43,8 @@ runs = []                               # each a config file of train.py, then s
 learning_rates = []                     # tried with every run; []: the one that its file names
 pick_iters = 0                          # steps of a run that picks a learning rate for all runs of a
                                         # config file; 0: the table has every run with every rate
+transfer_rate = False                   # multiply the picked rate by sqrt(pick_iters / max_iters), the paper's rule
+                                        # for a longer run (paper.transfer_lr)
 settings = ""                           # of all runs, as in "data=data/mine seed=1"; a run's own win
 gpus_per_run = 1                        # GPUs that one run is spread over (on a CPU: processes)
 runs_per_gpu = 1                        # runs that share a GPU, for small models
@@ -56,9 +59,10 @@ PICTURE = rb"\x89PNG|%PDF|<\?xml"
 NUMBER = (int, float, type(None))
 FIGURES = {**dict.fromkeys("nelbo nelbo_se nelbo_se_noise ppl_se bpb acc acc_se tokens samples".split(), NUMBER),
            "ppl": (int, float)}         # of a text, of those that eval.py writes
-REPORT = {"results": [{"parameters": int, "text": {"*": FIGURES}}]}
+REPORT = {"results": [{"parameters": int, "text": {"*": {**FIGURES, "nats": [(int, float)]}}}]}
 ROW = {"name": str, "base": str, "points": [{"step": int, "val": (int, float), "train": NUMBER}], "?error": str,
-       "?eval": FIGURES, "?learning_rate": NUMBER, "?tokens": NUMBER, "?parameters": NUMBER, "?val_loss": NUMBER}
+       "?eval": FIGURES, "?nats": [(int, float)],
+       **dict.fromkeys(("?learning_rate", "?tokens", "?parameters", "?val_loss"), NUMBER)}
 RESULTS = {"runs": lambda rows: rows and not misfit(rows, [ROW])}           # the form of the table as JSON
 EVALUATION = 100                        # steps that an evaluation counts for in the progress bar
 SAME_RESULT = {"out_dir", "resume", "micro_batch_size", "log_interval", "device", "kernels", "compile",
@@ -142,7 +146,8 @@ class Run:
         if self.state.get("evaluated") == eval_settings and not misfit(record, REPORT):
             for result in record["results"]:
                 for figures in result["text"].values():
-                    return dict(parameters=result["parameters"], eval={k: figures[k] for k in FIGURES})
+                    return dict(parameters=result["parameters"], nats=figures["nats"],
+                                eval={k: figures[k] for k in FIGURES})
 
     def command(self, script):
         """The command that trains this run, from its checkpoint if there is one, or evaluates it."""
@@ -288,27 +293,32 @@ def finish(todo, everything, evaluate):
 
 def plan():
     """
-    The runs that pick a learning rate, {config file: runs}, and the runs of the table. Without
-    pick_iters none picks, and the table has every run with every rate.
+    The runs that pick a learning rate, {config file: runs}, and the runs of the table. Without pick_iters none picks,
+    and the table has every run with every rate. A run that picks warms up for the same share of its steps.
     """
     tried = [f"learning_rate={rate:g}" for rate in learning_rates]
     if not pick_iters:
         return {}, [Run(f"{line} {rate}") for line in runs for rate in tried or [""]]
     chosen = [Run(line) for line in runs]
-    short = [f"max_iters={pick_iters}", f"eval_interval={pick_iters}"]
-    return {run.file: [Run(f"{shlex.quote(run.file)} {rate}", *short) for rate in tried]
+    def short(run):
+        warmup = run.settings["warmup_iters"] * pick_iters // run.settings["max_iters"]
+        return [f"max_iters={pick_iters}", f"eval_interval={pick_iters}", f"warmup_iters={warmup}"]
+    return {run.file: [Run(f"{shlex.quote(run.file)} {rate}", *short(run)) for rate in tried]
             for run in chosen}, chosen
 
 
 def with_best_rate(run, tries):
-    """The run with the rate of the try that ended lowest. If one failed, there is no fair choice."""
+    """The run with the rate of the try that ended lowest, or what that gives for more tokens. If one failed, there is
+    no fair choice."""
     lost = [t for t in tries if not t.trained]
     if lost:
         run.error = f"{run.name}: no learning rate was picked, as {lost[0].name} failed"
     if lost or not tries:
         return run
-    best = min(tries, key=lambda t: t.points[-1]["val"])
-    return Run(run.line, f"learning_rate={best.settings['learning_rate']:g}")
+    rate = min(tries, key=lambda t: t.points[-1]["val"]).settings["learning_rate"]
+    if transfer_rate:
+        rate = transfer_lr(rate, width=1, depth=1, batch=1, tokens=run.settings["max_iters"] / pick_iters)
+    return Run(run.line, f"learning_rate={rate:.3g}")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -348,6 +358,39 @@ def show(results):
         columns.append((header, [None if r.get(key) is None else format(r[key], form) for r in flat]))
     marks = ["*" if best[r["base"]] is r and "error" not in r else "" for r in results]
     print_table([("run", [r["name"] for r in results]), *columns, ("best", marks)])
+
+
+def differences(results):
+    """
+    Config files in the order of their NELBO, each beside the next worse one: [dict]. Runs that differ in the seed
+    alone are one entry, the mean of their NELBOs. Both models read the same sequences, so the standard error over
+    sequences is that of the paired differences; that over seeds is known from two seeds of each on. Nats per token.
+    """
+    groups = {}
+    for r in results:
+        if r.get("nats") and r.get("eval"):
+            name = " ".join(word for word in r["name"].split() if not word.startswith("seed="))
+            groups.setdefault(name, []).append(np.array(r["nats"]) / (r["eval"]["tokens"] / len(r["nats"])))
+    order = sorted(groups, key=lambda name: np.mean(groups[name]))
+    rows = []
+    for better, worse in zip(order, order[1:]):
+        a, b = np.array(groups[better]), np.array(groups[worse])               # (seeds, sequences)
+        if a.shape[1] == b.shape[1]:
+            paired = b.mean(0) - a.mean(0)
+            seeds = math.sqrt(sum(x.mean(1).var(ddof=1) / len(x) for x in (a, b))) if min(len(a), len(b)) > 1 else None
+            rows.append(dict(better=better, worse=worse, difference=paired.mean(), seeds=min(len(a), len(b)),
+                             se_text=paired.std(ddof=1) / math.sqrt(len(paired)) if len(paired) > 1 else None,
+                             se_seeds=seeds))
+    return rows
+
+
+def show_differences(rows):
+    """Prints what `differences` found."""
+    if rows:
+        print("\nNELBO, each beside the next worse; paired by sequence")
+        print_table([(name, [None if r[key] is None else format(r[key], form) for r in rows]) for name, key, form in (
+            ("run", "better", ""), ("next", "worse", ""), ("difference", "difference", "+.4f"),
+            ("+-text", "se_text", ".4f"), ("+-seeds", "se_seeds", ".4f"), ("seeds", "seeds", "d"))])
 
 
 def picture(results, path, repetitions=()):
@@ -438,7 +481,8 @@ def train_and_evaluate():
     rates = {run.base: {} for run in picking}
     for run in picking:
         rates[run.base][f"{run.settings['learning_rate']:g}"] = run.points[-1]["val"] if run.trained else None
-    record = dict(runs=[summarise(run) for run in chosen], rates=rates, gpus=torch.cuda.device_count(),
+    rows = [summarise(run) for run in chosen]
+    record = dict(runs=rows, rates=rates, differences=differences(rows), gpus=torch.cuda.device_count(),
                   hardware=hardware(torch.device(pick_device("auto"))))
     return record, [run.error for run in picking if run.error]
 
@@ -458,6 +502,7 @@ def main():
     check_file("figure", png, PICTURE, paths)
     for rows in (results, *repetitions):
         show(rows)
+    show_differences(differences(results))
     picture(results, png, repetitions)
     print(f"wrote {png}" if draw else f"wrote {path} and {png}")
     errors += [r["error"] for r in results if "error" in r]

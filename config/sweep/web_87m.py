@@ -1,0 +1,17 @@
+# The paper's four models at 87M, side by side on 400M tokens of your own text: three seeds, the ablations, rates picked
+# on 90M tokens each and carried over to the longer run (tokens^-1/2).
+#     python data.py jsonl web/*.jsonl.zst --val held_out.jsonl.zst --tokenizer gpt2 --out data/web
+#     python -m tools.sweep config/sweep/web_87m.py
+# 16 x 8192 tokens a step; 3,052 steps are 400M tokens, 687 steps 90M. On four H200s: a quarter of an hour for the
+# rates, and about 25 minutes for each seed.
+out_dir = "out/sweep_web"
+runs = [f"config/{model}_87m.py seed={seed}" for seed in (1, 2, 3)
+        for model in ("attention", "diffumamba_h", "bdlm_attention", "mamba_h")] + [
+    f"config/mamba_h_87m.py seed=1 {change}" for change in (
+        "reverse_scan=false", "detach_prefix=true", "time_conditioning=true")]
+settings = ("data=data/web batch_size=16 micro_batch_size=8 max_iters=3052 warmup_iters=305 eval_interval=305 "
+            "eval_sequences=60 eval_samples=2")
+learning_rates = [1e-3, 2e-3, 4e-3, 8e-3]
+pick_iters = 687
+transfer_rate = True
+eval_settings = "mc=8"
