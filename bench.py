@@ -18,10 +18,9 @@ import time
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 import paper
-from configurator import ConfigError, check, configure, script
+from configurator import ConfigError, check, configure, script, tqdm
 from data import noise_generators
 from decoders import Sampler
 from files import check_file, write_file

@@ -45,6 +45,8 @@ def quiet_interrupt(kind, error, trace, otherwise=sys.excepthook):
 sys.excepthook = quiet_interrupt                        # scripts import this module first
 
 
+NANOGPT = dict(start="prompt", max_new_tokens="length", block_size="seq_len", n_embd="d_model", dataset="data",
+               lr_decay_iters="max_iters", eval_iters="eval_sequences")         # its names for some of our settings
 _SIMPLE = (bool, int, float, str, list, tuple, type(None))
 
 
@@ -57,7 +59,8 @@ def settings_of(namespace):
 def check_name(name, settings, where):
     """Raises ConfigError with the nearest existing names if `name` is no setting."""
     if name not in settings:
-        near = difflib.get_close_matches(name, settings, n=2, cutoff=0.5)
+        near = [NANOGPT[name]] if NANOGPT.get(name) in settings else difflib.get_close_matches(
+            name, settings, n=2, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all settings"
         raise ConfigError(f"{where}: there is no setting '{name}'; {hint}")
 
@@ -197,6 +200,30 @@ def check(settings, least=None, most=None, above=None, below=None, choices=None)
 
 # ---------------------------------------------------------------------------------------------
 # The script part of a script
+
+try:
+    from tqdm import tqdm
+except ImportError:
+    class tqdm:
+        """Shows nothing, where tqdm is not installed."""
+        def __init__(self, iterable=(), *_, initial=0, **__):
+            self.iterable, self.n = iterable, initial
+
+        def __iter__(self):
+            return iter(self.iterable)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def update(self, n=1):
+            self.n += n
+
+        def __getattr__(self, name):                    # clear, close, refresh, ...
+            return lambda *_, **__: None
+
 
 def mute():
     """What is printed from here on goes nowhere. Else Python would try once more to print what is left, and complain."""

@@ -254,17 +254,17 @@ def write_stdlib(out, root):
                skipped)
 
 
-def prepare_stdlib(out="data/stdlib", root=None):
+def prepare_stdlib(out="data/stdlib", root=None, advice=ELSEWHERE):
     """Prepares the running Python's own source as byte tokens, 1 file in 20 for validation.
 
     A file's split depends on its relative path alone. Tests, installed packages and generated
     tables stay out; empty and unreadable files are skipped, the latter counted. The folder appears
-    whole or not at all. Returns meta.json's content. Raises DataError.
+    whole or not at all. Returns meta.json's content. Raises DataError, or UserError that ends in `advice`.
     """
     out, root = Path(out), Path(root or sysconfig.get_path("stdlib"))
     if (out / "meta.json").is_file():
         return read_meta(out)
-    with writing(out, ELSEWHERE):
+    with writing(out, advice):
         check_out(out, "meta.json")
         work = out.with_name(f"{out.name}.{secrets.token_hex(4)}.tmp")
         work.mkdir(parents=True)

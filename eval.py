@@ -12,7 +12,7 @@ reads whole blocks of context once, into its cache; the answer starts in the blo
 context ends, and a block's positions after the answer stay masked: nothing is known of them. If an
 answer takes several blocks, each sees the earlier ones clean and nothing of the later ones.
 """
-from configurator import ConfigError, check, configure, script  # first: see quiet_interrupt
+from configurator import ConfigError, check, configure, script, tqdm  # first: see quiet_interrupt
 import dataclasses
 import functools
 import itertools
@@ -26,7 +26,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 import ops
 import paper
@@ -159,8 +158,8 @@ def nelbo_counts(model, x, parallel, autocast, seed, mc, stratified=False, batch
 def nelbo_figures(counts, tokens, n_bytes):
     """
     counts (n, mc, 3) as above, tokens and n_bytes (n,) of the sequences -> a dict. `nelbo_se` holds
-    text and noise; `nats` is the NELBO of every sequence, for paired comparisons. `nelbo_se_noise`, known from mc = 2 on, is what another seed would change; with
-    stratified noise it is a bound, as the strata differ.
+    text and noise; `nats` is the NELBO of every sequence, for paired comparisons. `nelbo_se_noise`, known from mc = 2
+    on, is what another seed would change; with stratified noise it is a bound, as the strata differ.
     """
     nats, masked, hits = counts.mean(1).T
     nelbo, se = ratio(nats, tokens)

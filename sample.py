@@ -9,7 +9,7 @@ eq. partial-reverse). All four models; a full-sequence model is one block as lon
 
 `generate` is the loop to read and to import; what a step reveals is in decoders.py.
 """
-from configurator import ConfigError, check, configure, script  # first: see quiet_interrupt
+from configurator import ConfigError, check, configure, script, tqdm  # first: see quiet_interrupt
 import codecs
 import dataclasses
 import functools
@@ -20,7 +20,6 @@ import sys
 import time
 
 import torch
-from tqdm import tqdm
 
 import ops
 from checkpoint import copy_rows, fingerprint, load_model, load_prefix, need_cache, read_prefix, save_prefix
@@ -111,8 +110,8 @@ def open_engine(wanted, model, dtype=torch.float32, compile=False):
     """
     The model to generate with, and new_decoder(model, cache, sampler, block_len) for it. wanted: "simple", the class
     above; "fused", fast/ with prepared weights; "graphs", the same in CUDA graphs; "auto", graphs where the kernels of
-    fast/ were selected and simple elsewhere. Side effect: "simple" casts the weights of `model` in place; the others work on a copy. Raises ConfigError
-    for an engine that cannot run. All engines draw the same tokens, up to rounding.
+    fast/ were selected and simple elsewhere. Side effect: "simple" casts the weights of `model` in place; the others
+    work on a copy. Raises ConfigError for an engine that cannot run. All engines draw the same tokens, up to rounding.
     """
     check(dict(engine=wanted), choices=dict(engine=ENGINES))
     on_gpu = model.embed.weight.is_cuda
@@ -146,7 +145,8 @@ def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=No
     model and new_decoder as `open_engine` returns them; stop_token: end a row after it. on_block(row, tokens) is
     called with the new tokens of a row after each block, on_step(xt) after each denoising step, on_read(n) whenever
     n more tokens of a prompt, or of several together, have been read. prefix: a Prefix that comes before every prompt,
-    which may then be empty; rows begin with its tokens. Raises ModelError when the result would not fit the rotary capacity.
+    which may then be empty; rows begin with its tokens. Raises ModelError when the result would not fit the rotary
+    capacity.
     """
     c, device = model.config, model.embed.weight.device
     if prefix is not None:

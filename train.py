@@ -8,7 +8,7 @@ parallel.py). Objective: eq. prefix-cache with the weight of eq. bdlm-masked-obj
 Data order and noise are functions of (seed, step, row of the global batch): a resumed run, another
 number of GPUs or another micro-batch continues the same run, up to the order of summation.
 """
-from configurator import ConfigError, check, configure, mute, script, settings_of  # first: see quiet_interrupt
+from configurator import ConfigError, check, configure, mute, script, settings_of, tqdm  # first: see quiet_interrupt
 import contextlib
 import fcntl
 import glob
@@ -20,12 +20,11 @@ import sys
 import time
 
 import torch
-from tqdm import tqdm
 
 import data as data_module
 from checkpoint import load_checkpoint, save_checkpoint
 from data import TokenData, bits_per_byte, noise_generators
-from files import misfit, write_file
+from files import misfit, write_file, writing
 from model import BlockDiffusionLM, ModelConfig, ModelError, train_flops
 from parallel import (Parallel, ShardedAdamW, ampere, compile_layers, lost_rank, matmul_ceiling, pick_dtype,
                       select_kernels, share_of_batch)
@@ -56,13 +55,14 @@ micro_batch_size = 0                    # sequences a device holds at a time; 0:
 max_iters = 4500                        # training steps
 learning_rate = 2e-3                    # peak, after the warm-up
 min_lr = 1e-6                           # at the end of the cosine
-warmup_iters = 200                      # steps of linear warm-up
+warmup_iters = -1                       # steps of linear warm-up; -1: 200, or a tenth of a shorter run
 beta1 = 0.9                             # AdamW
 beta2 = 0.95                            # AdamW
 weight_decay = 0.1                      # AdamW, on matrices alone
 grad_clip = 1.0                         # largest norm of the gradient; 0: no clipping
 seed = 1337                             # of data order, initialisation and noise
 # evaluation, logging, saving
+eval_only = False                       # validate once, with --resume what was trained, and write nothing
 eval_interval = 1500                    # steps between validations, each with a checkpoint
 eval_sequences = 64                     # validation sequences, the first of the split
 eval_samples = 2                        # noise samples per validation sequence
@@ -185,13 +185,17 @@ class Log:
 # The script
 
 def check_settings():
-    """Raises ConfigError, before any file is opened, for settings that cannot work."""
+    """Raises ConfigError, before any file is opened, for settings that cannot work; works out those that depend on
+    others."""
+    global warmup_iters
     check(globals(), least=dict(
-        batch_size=1, micro_batch_size=0, seq_len=1, max_iters=1, warmup_iters=0, min_lr=0, weight_decay=0,
+        batch_size=1, micro_batch_size=0, seq_len=1, max_iters=1, warmup_iters=-1, min_lr=0, weight_decay=0,
         grad_clip=0, beta1=0, beta2=0, seed=0, eval_interval=1, eval_sequences=0, eval_samples=1,
         log_interval=1, dist_timeout=1), most=dict(batch_size=2 ** 20), above=dict(learning_rate=0),
         below=dict(beta1=1, beta2=1, seed=2 ** 32),
         choices=dict(dtype=("auto", "float32", "bfloat16")))
+    if warmup_iters < 0:
+        warmup_iters = min(200, max_iters // 10)
     if warmup_iters >= max_iters:
         raise ConfigError(f"warmup_iters must be below max_iters ({max_iters}), but is {warmup_iters}; "
                           f"add --warmup_iters=0")
@@ -199,7 +203,7 @@ def check_settings():
         raise ConfigError("out_dir is empty; name a folder for checkpoints and the log")
     for name, what in (("ckpt.pt", "add --resume to go on with it"), ("log.jsonl", "move it away")):
         path = os.path.join(out_dir, name)
-        if not resume and os.path.exists(path) and os.path.getsize(path):
+        if not (resume or eval_only) and os.path.exists(path) and os.path.getsize(path):
             raise ConfigError(f"{path} holds a run; {what}, or choose another --out_dir")
 
 
@@ -222,7 +226,7 @@ def main():
     # 1. Data. The default corpus is the standard library of this Python, prepared on first use.
     if data == "data/stdlib" and not os.path.exists(os.path.join(data, "meta.json")) and master:
         say("preparing data/stdlib from this Python's own source files")
-        data_module.prepare_stdlib(data)
+        data_module.prepare_stdlib(data, advice="run python data.py stdlib --out=FOLDER, and add --data=FOLDER")
     parallel.sum([0])                                       # a barrier: nobody reads data that rank 0 still writes
     train_data = TokenData(data, "train", tokenizer)
     val_data = TokenData(data, "val", tokenizer)
@@ -254,11 +258,12 @@ def main():
         optimizer.load_state_dict(record["optimizer"])
         # The losses since the last line of the log: the next line is the mean that an uninterrupted run writes.
         step, losses, skipped = record["step"], record.get("losses", []), record.get("skipped", 0)
-        if step >= max_iters:
+        if step >= max_iters and not eval_only:
             say(f"{path} is at step {step} of {max_iters} already; raise --max_iters to train on")
-    elif master:
-        os.makedirs(out_dir, exist_ok=True)
-    log = Log(os.path.join(out_dir, "log.jsonl"), step, master)
+    elif master and not eval_only:
+        with writing(out_dir, "choose another --out_dir"):
+            os.makedirs(out_dir, exist_ok=True)
+    log = Log(os.path.join(out_dir, "log.jsonl"), step, master and not eval_only)
 
     # 3. Precision, compilation, kernels.
     use_bf16 = pick_dtype(dtype, dev) == torch.bfloat16
@@ -306,9 +311,13 @@ def main():
             "there is no checkpoint yet"
 
     def end():
-        """The end of a run that a signal stops."""
+        """Ends the process; its status tells of a signal."""
         parallel.close()
         sys.exit(128 + stop[0] if stop else 0)
+
+    if eval_only:
+        validate()
+        end()
 
     # 4. The loop.
     flops = train_flops(config, seq_len) * batch_size / parallel.world
@@ -397,7 +406,10 @@ def main():
             f"byte unigram {base['unigram']:.3f} bits per byte")
     if master and os.path.exists(log.path):
         png = os.path.join(out_dir, "loss.png")
-        plot_log(log.path, png)
+        try:
+            plot_log(log.path, png)
+        except ImportError:
+            png = "no loss.png, which needs matplotlib: pip install matplotlib"
         say(f"wrote {path}, {log.path}, {png}")
     parallel.close()
 

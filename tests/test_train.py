@@ -360,3 +360,53 @@ def test_scripts_answer_bad_input_with_one_sentence_and_a_non_zero_exit(corpus, 
         out, err = process.communicate(timeout=120)
         assert process.returncode not in (0, None) and "Traceback" not in err, err
         assert message in err.splitlines()[-1], err
+
+
+def test_a_short_run_needs_no_other_setting_and_a_warm_up_that_was_set_is_kept(corpus, tmp_path):
+    tiny = [word for word in TINY if not word.startswith("--warmup")] + [f"--data={corpus}"]
+    for steps, warmup in ((4, 0), (20, 2)):
+        run(tiny + [f"--max_iters={steps}", f"--out_dir={tmp_path / str(steps)}"])
+        assert load_checkpoint(f"{tmp_path}/{steps}/ckpt.pt")["settings"]["warmup_iters"] == warmup
+    with pytest.raises(ConfigError, match=r"warmup_iters must be below max_iters \(4\), but is 30"):
+        run(tiny + ["--max_iters=4", "--warmup_iters=30", f"--out_dir={tmp_path / 'x'}"])
+
+
+def test_eval_only_prints_the_validation_and_writes_nothing(corpus, tmp_path, capsys):
+    out, tiny = tmp_path / "out", TINY + [f"--data={corpus}"]
+    run(tiny + [f"--out_dir={out}"])
+    logged = read_log(out)[-1]["val_loss"]
+    before = {name: os.stat(out / name).st_mtime_ns for name in os.listdir(out)}
+    for more, loss in (([f"--out_dir={out}", "--resume"], logged), ([f"--out_dir={tmp_path / 'none'}"], None)):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            run(tiny + [*more, "--eval_only"])
+        printed = capsys.readouterr().out
+        assert ended.value.code == 0 and "step" not in printed.splitlines()[-1] and "validation" in printed
+        assert loss is None or f"validation {loss:.4f} nats" in printed
+    assert before == {name: os.stat(out / name).st_mtime_ns for name in os.listdir(out)}
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("missing", ["matplotlib", "tqdm"])
+def test_a_run_ends_well_without_matplotlib_and_without_tqdm(corpus, tmp_path, missing):
+    code = f"import sys, runpy; sys.modules['{missing}'] = None; sys.argv[0] = 'train.py'; runpy.run_path('train.py', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code, *TINY, f"--data={corpus}", f"--out_dir={tmp_path}/out"],
+                          cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert ("loss.png, which needs matplotlib: pip install matplotlib" in done.stdout) == (missing == "matplotlib")
+
+
+def test_from_elsewhere_a_config_is_found_in_the_repository(corpus, tmp_path):
+    done = subprocess.run([sys.executable, os.path.join(ROOT, "train.py"), "config/laptop.py", *TINY,
+                           f"--data={corpus}", "--out_dir=here"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "here" / "ckpt.pt").is_file()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="needs /proc")
+def test_where_nothing_can_be_written_the_error_names_the_flag(corpus):
+    """In a folder that takes no files, not even of root."""
+    for argv, advice in (([], "add --data=FOLDER"), ([f"--data={corpus}"], "choose another --out_dir")):
+        done = subprocess.run([sys.executable, os.path.join(ROOT, "train.py"), *TINY, *argv], cwd="/proc",
+                              capture_output=True, text=True)
+        assert done.returncode == 1 and "cannot be written" in done.stderr and done.stderr.endswith(f"{advice}\n")

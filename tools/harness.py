@@ -15,11 +15,10 @@ import json
 import sys
 
 import torch
-from tqdm import tqdm
 
 import eval as evaluation
 import sample
-from configurator import ConfigError, check, configure, script
+from configurator import ConfigError, check, configure, script, tqdm
 from data import encode_choices, noise_seeds
 from decoders import Sampler
 from files import check_file, write_file

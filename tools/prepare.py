@@ -27,9 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tqdm import tqdm
 
-from configurator import UserError, check_words, script
+from configurator import UserError, check_words, script, tqdm
 from data import (ELSEWHERE, HUB, META, SHARD_TOKENS, SPLITS, TASKS, VERSION, DataError, SplitWriter,
                   check_out, encode, get_tokenizer, prepare_stdlib, read_json, read_meta, sha256,
                   show, write_json, write_meta)

@@ -15,11 +15,10 @@ import math
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 import eval as evaluation
 import sample
-from configurator import ConfigError, check, configure, script
+from configurator import ConfigError, check, configure, script, tqdm
 from data import TokenData, noise_seeds, token_bytes
 from decoders import Sampler
 from files import check_file, write_file
@@ -52,7 +51,7 @@ def make_sampler(decoder, rows, mask_id):
     """The Sampler of a decoder such as "random:16" for rows of these numbers."""
     order, _, value = decoder.partition(":")
     try:
-        how = dict(threshold=float(value)) if order == "threshold" else dict(tokens_per_step=int(value)) if value else {}
+        how = dict(threshold=float(value)) if order == "threshold" else dict(tokens_per_step=int(value or 16))
         return Sampler(noise_seeds(seed, rows), order, mask_id=mask_id, **how)
     except ValueError as error:
         raise ConfigError(f"decoder '{decoder}': {error}; write order:number, as in random:16") from None
@@ -82,7 +81,8 @@ def continued(engine, decoder, windows):
         starts = list(windows[list(rows), :prompt_len])
         # The first time compiles and records; its figures do not count.
         for counted in (False, True) if not texts else (True,):
-            done = sample.generate(model, starts, length, make_sampler(decoder, rows, model.config.mask_id), new_decoder)
+            sampler = make_sampler(decoder, rows, model.config.mask_id)
+            done = sample.generate(model, starts, length, sampler, new_decoder)
         texts.append(torch.stack(done.tokens)[:, prompt_len:].cpu())
         seconds += done.seconds
         l = model.config.block_len

@@ -10,7 +10,7 @@ and five learning rates (tab:validation-87m-full), or the four models and ablati
 Each run is `train.py` in a process of its own and right after it `eval.py`. Start the same command again after
 an interrupt or a failure: what is done is not done again, and what was begun goes on from its checkpoint.
 """
-from configurator import ConfigError, check, configure, script, settings_of  # first: see quiet_interrupt
+from configurator import ConfigError, check, configure, script, settings_of, tqdm  # first: see quiet_interrupt
 import contextlib
 import ctypes
 import functools
@@ -26,7 +26,6 @@ import time
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 import eval as evaluation
 import train
