@@ -37,6 +37,7 @@ init = ""                               # "random": untrained weights of model_c
 model_config = ""                       # a file of config/ or its name, for --init=random
 prompt = ""                             # text to continue; empty: a new document
 prompt_file = ""                        # a UTF-8 file with the prompt
+suffix = ""                             # text that comes after the generated tokens: they fill the gap before it
 save_cache = ""                         # write the prompt's cache to this file
 load_cache = ""                         # read such a file; the prompt continues its text
 length = 512                            # tokens to generate
@@ -137,9 +138,9 @@ class Generation:
 
 @torch.no_grad()
 def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=None, on_block=None, on_step=None,
-             prefix=None, on_read=None):
+             prefix=None, on_read=None, suffix=()):
     """
-    Continues every prompt by `length` tokens.
+    Continues every prompt by `length` tokens, or fills a gap of so many between it and the tokens of `suffix`.
 
     prompts: list of 1-D int64 tensors, possibly of different lengths; sampler: Sampler with one seed per prompt;
     model and new_decoder as `open_engine` returns them; stop_token: end a row after it. on_block(row, tokens) is
@@ -151,8 +152,8 @@ def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=No
     c, device = model.config, model.embed.weight.device
     if prefix is not None:
         prompts = [torch.cat([prefix.tokens, p.cpu()]) for p in prompts]
-    totals = [len(p) + length for p in prompts]
-    l, starts, n_blocks = plan(c, prompts, length)
+    totals = [len(p) + length + len(suffix) for p in prompts]
+    l, starts, n_blocks = plan(c, prompts, length, len(suffix))
     if len(sampler.seeds) != len(prompts):
         raise ConfigError(f"the sampler has {len(sampler.seeds)} seeds; give it {len(prompts)}, one for each prompt")
     # The last block is never committed, so the cache need not hold it.
@@ -163,6 +164,8 @@ def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=No
     active = torch.full((len(rows), l), c.mask_id, device=device)
     for i, (prompt, start) in enumerate(zip(prompts, starts)):
         active[i, :len(prompt) - start] = prompt[start:]
+        # So does a suffix: masked positions see known ones on both sides.
+        active[i, totals[i] - len(suffix) - start:totals[i] - start] = torch.as_tensor(suffix, device=device)
     masked = (active == c.mask_id).sum(1).tolist()
     started = now(device)
 
@@ -217,10 +220,10 @@ def now(device):
     return time.time()
 
 
-def plan(config, prompts, length):
-    """(block length, where each row's first active block starts, number of blocks). Raises ModelError
-    before any work for a request that cannot be served."""
-    totals = [len(p) + length for p in prompts]
+def plan(config, prompts, length, after=0):
+    """(block length, where each row's first active block starts, number of blocks); after: tokens of a suffix. Raises
+    ModelError before any work for a request that cannot be served."""
+    totals = [len(p) + length + after for p in prompts]
     if length < 1:
         raise ModelError(f"length is {length}; ask for at least 1 token")
     if config.full_sequence and min(totals) != max(totals):
@@ -228,6 +231,9 @@ def plan(config, prompts, length):
     l = max(totals) if config.full_sequence else config.block_len
     starts = [len(p) // l * l for p in prompts]
     n_blocks = max(-(-(total - start) // l) for total, start in zip(totals, starts))
+    if after and n_blocks > 1:
+        raise ModelError(f"a suffix must end in the block of {l} tokens in which the prompt ends, which has room for "
+                         f"{l - max(len(p) % l for p in prompts)}; length and suffix are {length + after} tokens")
     end = max(max(starts) + n_blocks * l, *totals)
     if end > config.rope_capacity:
         raise ModelError(f"prompt and length make {end} tokens in whole blocks, beyond the rotary "
@@ -399,10 +405,10 @@ def main():
     first = [] if prefix else [tokenizer.eot_token]     # of a new document
     tokens = torch.tensor(tokenizer.encode_ordinary(text) or first, dtype=torch.long)
     whole = torch.cat([prefix.tokens, tokens]) if prefix else tokens
-    _, (start, *_), _ = plan(c, [whole] * num_samples, length)
-    block = len(whole) + length if c.full_sequence else c.block_len
+    after = torch.tensor(tokenizer.encode_ordinary(suffix), dtype=torch.long)
+    l, (start, *_), _ = plan(c, [whole] * num_samples, length, len(after))
     seeds = [(seed + i) % 2 ** 63 for i in range(num_samples)]
-    sampler = Sampler(seeds, order, tokens_per_step or max(block // 16, 1), threshold, temperature,
+    sampler = Sampler(seeds, order, tokens_per_step or max(l // 16, 1), threshold, temperature,
                       top_k, top_p, c.mask_id)
     if save_cache:
         need_cache(c)
@@ -411,7 +417,7 @@ def main():
     print(f"{n_params:,} parameters on {dev}, {chosen}, order {order}, {pace}, seed {seed}", file=sys.stderr)
     shown = tokenizer.decode(whole[whole != tokenizer.eot_token].tolist())
     printer = Printer(tokenizer, shown, start - (prefix.cache.max_len if prefix else 0),
-                      (len(whole) - start) * num_samples, length * num_samples, c.mask_id)
+                      (len(whole) - start) * num_samples, (length + len(after)) * num_samples, c.mask_id)
     try:
         printer.read(0)
         if save_cache:
@@ -420,7 +426,7 @@ def main():
         out = generate(model, [tokens] * num_samples, length, sampler, new_decoder,
                        tokenizer.eot_token if stop_at_eot else None, printer.block,
                        printer.step if watch or (printer.live and c.full_sequence) else None, prefix,
-                       printer.read)
+                       printer.read, after)
     except KeyboardInterrupt:
         printer.clear()
         print(f"\nstopped after {printer.made} tokens", file=sys.stderr)
@@ -429,7 +435,7 @@ def main():
     print()
     for i, row in enumerate(out.tokens[1:], 2):
         print(f"\n--- sample {i} ---\n{shown}{tokenizer.decode(row[len(whole):].tolist())}")
-    made = sum(len(row) for row in out.tokens) - len(whole) * num_samples
+    made = sum(len(row) for row in out.tokens) - (len(whole) + len(after)) * num_samples
     print(f"{made} tokens in {out.seconds:.2f} s: {made / out.seconds:.1f} tokens/s, "
           f"{out.forward_passes} forward passes, cache {out.cache_bytes / 2**20:.2f} MiB",
           file=sys.stderr)

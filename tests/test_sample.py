@@ -48,6 +48,42 @@ def test_rows_with_prompts_of_different_lengths_come_out_as_they_would_alone(nam
         assert torch.equal(together.tokens[i][:len(prompt)], prompt)
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_gap_is_filled_between_a_prompt_and_a_suffix_that_stay(name, engine, order):
+    """Within the block for block models, anywhere for full-sequence ones, with the plain engine's tokens."""
+    model = make_model(name, torch.float32)
+    prompts, suffix = prompts_of(17, 17), torch.tensor([3, 1, 4])
+    length = 9 if model.config.full_sequence else 2
+    out, plain = (generate_by(by, model, prompts, length, make_sampler(model, 2, order=order, threshold=0.3),
+                              suffix=suffix).tokens for by in (engine, "simple"))
+    for row, same, prompt in zip(out, plain, prompts):
+        assert torch.equal(row[:17], prompt) and torch.equal(row[17 + length:], suffix) and torch.equal(row, same)
+        assert (row != model.config.mask_id).all()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_gap_is_filled_by_what_the_model_says_between_both_sides(name):
+    """One step that reveals everything, at temperature 0: the most likely token given prompt and suffix."""
+    model, (prompt,), suffix = make_model(name), prompts_of(18), torch.tensor([3, 1])
+    c, mask = model.config, model.config.mask_id
+    out = generate(model, [prompt], 2, make_sampler(model, 1, tokens_per_step=32, temperature=0.0), suffix=suffix)
+    whole = torch.cat([prompt, torch.tensor([mask, mask]), suffix])
+    l = len(whole) if c.full_sequence else c.block_len
+    whole = torch.nn.functional.pad(whole, (0, -len(whole) % l), value=mask)[None]
+    with torch.no_grad():
+        logits = model.all_block_logits(whole.masked_fill(whole == mask, 0), whole, torch.zeros(1, whole.size(1) // l))
+    assert torch.equal(out.tokens[0][18:20], logits[0, 18:20].argmax(-1))
+
+
+def test_a_suffix_that_does_not_fit_the_block_is_a_sentence():
+    model = make_model("mamba_h")
+    with pytest.raises(ModelError, match="block of 8 tokens in which the prompt ends, which has room for 7; "
+                                         "length and suffix are 8 tokens"):
+        generate(model, prompts_of(17), 6, make_sampler(model, 1), suffix=[1, 2])
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("order", ["confidence", "threshold"])
 def test_logits_of_all_positions_are_made_for_a_few_at_a_time(monkeypatch, order, engine):
