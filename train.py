@@ -33,6 +33,7 @@ from parallel import (Parallel, ShardedAdamW, ampere, compile_layers, lost_rank,
 # Settings: the defaults train a small BDLM Mamba-H on bytes in under four minutes on two cores.
 out_dir = "out"                         # where the checkpoint, the log and its picture go
 resume = False                          # continue from out_dir/ckpt.pt
+init_from = ""                          # begin with the weights of this checkpoint; all else starts anew
 # data
 data = "data/stdlib"                    # a folder made by data.py; this one is made if it is missing
 tokenizer = "bytes"                     # bytes or gpt2
@@ -125,7 +126,7 @@ def validation_nelbo(model, sequences, samples, seed, parallel, autocast, micro,
         rows = mine[i:i + micro]
         x0 = sequences[rows].to(parallel.device)
         for sample in range(samples):
-            generators = noise_generators(seed + 1 + sample, rows)
+            generators = noise_generators(seed, [sample << 32 | row for row in rows])       # as in eval.py
             with autocast():
                 nats += float(model(x0, generators)) * x0.numel()
             tokens += x0.numel()
@@ -142,6 +143,19 @@ def log_rows(path):
                 rows[line] = json.loads(line)
     form = {"step": range(1, 2 ** 62), "?loss": (float, type(None)), "?val_loss": float, "?tok_per_s": int}
     return {line: row for line, row in rows.items() if line.endswith("\n") and not misfit(row, form)}
+
+
+def begin_with(model, weights):
+    """Copies weights, {name: tensor}, of another run into the model. No parameter depends on the block length, so a
+    full-sequence model can become a block model, and long blocks short ones. Raises ModelError for another shape."""
+    mine = model.state_dict()
+    for name in sorted({*mine, *weights}):
+        here, there = ("missing" if name not in table else "x".join(map(str, table[name].shape))
+                       for table in (mine, weights))
+        if here != there:
+            raise ModelError(f"init_from: {name} is {there} there and {here} here; use its attn_every, n_layer, d_model "
+                             f"and the other settings of its shapes")
+    model.load_state_dict(weights)
 
 
 class Log:
@@ -245,6 +259,9 @@ def main():
     optimizer = ShardedAdamW(model, learning_rate, (beta1, beta2), weight_decay,
                              parallel.rank, parallel.world)
     path, step, losses, skipped = os.path.join(out_dir, "ckpt.pt"), 0, [], 0
+    if init_from and not resume:                            # a run that is resumed has begun already
+        start = os.path.join(init_from, "ckpt.pt") if os.path.isdir(init_from) else init_from
+        begin_with(model, load_checkpoint(start)["model"])
     if resume:
         record = load_checkpoint(path, "optimizer", "settings", "step")
         if record["config"] != vars(config):
@@ -293,7 +310,8 @@ def main():
                                 len(micro_batches[0]), stop)
         model.train()
         if loss is not None and step not in log.validated:
-            log.write(dict(step=step, val_loss=round(loss, 5)))
+            if step:
+                log.write(dict(step=step, val_loss=round(loss, 5)))
             say(f"{step:>6}/{max_iters} validation {loss:.4f} nats per token")
         return loss
 
@@ -318,6 +336,8 @@ def main():
     if eval_only:
         validate()
         end()
+    if init_from and not resume:
+        validate()                                          # what training starts from
 
     # 4. The loop.
     flops = train_flops(config, seq_len) * batch_size / parallel.world

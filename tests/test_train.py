@@ -1,7 +1,9 @@
 """Training: resume, ranks, baselines, failures. Tiny models on a tiny invented corpus."""
+import contextlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,14 +15,15 @@ import numpy as np
 import pytest
 import torch
 
+import eval as evaluation
 import ops
 from checkpoint import load_checkpoint
 from configurator import ConfigError, UserError, configure
 from conftest import make_model
-from data import prepare_stdlib
-from model import ModelError
+from data import TokenData, prepare_stdlib
+from model import BlockDiffusionLM, ModelConfig, ModelError
 from paper import transfer_lr
-from parallel import ShardedAdamW, ampere, pick_dtype, select_kernels
+from parallel import Parallel, ShardedAdamW, ampere, pick_dtype, select_kernels
 from train import Log, learning_rate_at
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
@@ -410,3 +413,31 @@ def test_where_nothing_can_be_written_the_error_names_the_flag(corpus):
         done = subprocess.run([sys.executable, os.path.join(ROOT, "train.py"), *TINY, *argv], cwd="/proc",
                               capture_output=True, text=True)
         assert done.returncode == 1 and "cannot be written" in done.stderr and done.stderr.endswith(f"{advice}\n")
+
+
+@pytest.mark.parametrize("block_len", [8, 4, 32])
+def test_a_run_begins_with_the_weights_of_another_block_length(corpus, tmp_path, capsys, block_len):
+    """And its first validation is what eval.py finds for these weights at that block length."""
+    first, second, tiny = tmp_path / "a", tmp_path / "b", TINY + [f"--data={corpus}"]
+    run(tiny + [f"--out_dir={first}"])
+    capsys.readouterr()
+    run(tiny + [f"--out_dir={second}", f"--init_from={first}", f"--block_len={block_len}", "--eval_samples=2"])
+    shown = re.search(r" 0/4 validation (\d+\.\d+) nats", capsys.readouterr().out)
+    weights = load_checkpoint(first / "ckpt.pt")
+    config = ModelConfig(**{**weights["config"], "block_len": block_len})
+    model = BlockDiffusionLM(config)
+    model.load_state_dict(weights["model"])
+    x = TokenData(corpus, "val", "bytes").sequences(32, 4)
+    with torch.no_grad():
+        counts = evaluation.nelbo_counts(model.eval(), x, Parallel("cpu", 60), contextlib.nullcontext, 1337, 2)
+    assert float(shown[1]) == pytest.approx(counts[..., 0].mean(1).sum() / x.numel(), abs=6e-5)      # it has 4 decimals
+    record = load_checkpoint(second / "ckpt.pt", "optimizer")
+    assert record["step"] == record["optimizer"]["step"] == 4 and record["config"]["block_len"] == block_len
+
+
+def test_weights_of_another_shape_are_refused_by_name(corpus, tmp_path):
+    run(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}/a"])
+    for change, message in (("--d_model=64", "adaln.bias is 64 there and 128 here"),
+                            ("--n_layer=3", "is missing there"), ("--n_layer=1", "missing here")):
+        with pytest.raises(ModelError, match=message):
+            run(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}/b", f"--init_from={tmp_path}/a", change])
