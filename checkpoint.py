@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib
+import inspect
 import json
 import os
 import platform
@@ -284,7 +285,7 @@ To sample from it, run this in a copy of nanoBDLM. FOLDER is this folder, or hf:
 
 def main(words):
     """`python checkpoint.py` with these words. Raises UserError."""
-    settings, helped = dict(__doc__=export.__doc__, to="", dtype="float32"), {"-h", "--help"} & set(words)
+    settings, helped = dict(__doc__=inspect.getdoc(export), to="", dtype="float32"), {"-h", "--help"} & set(words)
     if not helped and (words[:1] != ["export"] or words[1:2] == [] or words[1].startswith("-")):
         raise ConfigError(f"write python checkpoint.py export out/ --to=folder, not {' '.join(words) or 'nothing'}")
     configure(settings, words if helped else words[2:])
