@@ -39,7 +39,7 @@ from parallel import Parallel, hardware, pick_dtype, select_kernels
 
 # ---------------------------------------------------------------------------------------------
 # Settings
-checkpoint = ["out/ckpt.pt"]            # files or folders of train.py, separated by commas
+checkpoint = ["out/ckpt.pt"]            # files, folders or hf://owner/name, separated by commas
 # perplexity
 data = []                               # prepared folders; []: the checkpoint's, unless --mcqa
 sequences = 256                         # sequences of the validation split, the first ones
@@ -425,7 +425,7 @@ def paper_name(model):
 
 
 def open_checkpoint(path, dev):
-    """(model, tokenizer, what is known of it) of a checkpoint file or a folder with a ckpt.pt."""
+    """(model, tokenizer, what is known of it) of what checkpoint.find_checkpoint takes."""
     model, tokenizer, path, record = sample.open_checkpoint(path, dev)
     settings = record.get("settings", {})
     return model, tokenizer, dict(

@@ -22,7 +22,8 @@ import time
 import torch
 
 import ops
-from checkpoint import copy_rows, fingerprint, load_model, load_prefix, need_cache, read_prefix, save_prefix
+from checkpoint import (copy_rows, find_checkpoint, fingerprint, load_model, load_prefix, need_cache, read_prefix,
+                        save_prefix)
 from data import VOCABULARY, DataError, batches, get_tokenizer
 from decoders import ActiveBlock, Sampler, check_decoder
 from files import check_file
@@ -32,7 +33,7 @@ from parallel import has_fast, pick_device, pick_dtype, select_kernels
 # ---------------------------------------------------------------------------------------------
 # Settings
 out_dir = "out"                         # where train.py wrote ckpt.pt
-checkpoint = ""                         # another checkpoint file, or a folder with a ckpt.pt
+checkpoint = ""                         # another checkpoint: a file, a folder or hf://owner/name (docs/forking.md)
 init = ""                               # "random": untrained weights of model_config
 model_config = ""                       # a file of config/ or its name, for --init=random
 prompt = ""                             # text to continue; empty: a new document
@@ -284,8 +285,8 @@ def tokenizer_of(model, name, path):
 
 
 def open_checkpoint(path, device):
-    """(model, its tokenizer, path of the file, record) of a checkpoint file, or of a folder with a ckpt.pt."""
-    path = os.path.join(path, "ckpt.pt") if os.path.isdir(path) else path
+    """(model, its tokenizer, path of the file, record) of what checkpoint.find_checkpoint takes."""
+    path = find_checkpoint(path)
     model, record = load_model(path, device)
     return model, tokenizer_of(model, record.get("tokenizer"), path), path, record
 

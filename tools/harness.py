@@ -34,7 +34,7 @@ except ImportError as error:
     sys.exit(f"harness.py: {error}; pip install lm_eval==0.4.13")
 
 # -- settings --
-checkpoint = "out/ckpt.pt"              # a file of train.py, or the folder that holds it
+checkpoint = "out/ckpt.pt"              # a file of train.py, a folder or hf://owner/name
 tasks = []                              # names of the harness, as in piqa,arc_easy
 include_path = ""                       # a folder with task files of your own
 limit = 0                               # only the first so many questions of a task; 0: all

@@ -27,7 +27,7 @@ from paper import MODELS
 from parallel import Parallel, hardware, pick_dtype, select_kernels
 
 # -- settings --
-checkpoints = []                        # block models to compare: files or folders of train.py
+checkpoints = []                        # block models to compare: files, folders or hf://owner/name
 judge = ""                              # a block model that scores all texts; best one of another seed
 data = ""                               # a prepared folder; prompts come from its validation split
 decoders = ["random:1", "random:4", "random:16", "random:64", "confidence:4", "confidence:16",

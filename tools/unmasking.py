@@ -21,7 +21,7 @@ from files import check_file, write_file
 from parallel import pick_device, pick_dtype, select_kernels
 
 # -- settings --
-checkpoint = "out"                      # a file of train.py, or the folder that holds it
+checkpoint = "out"                      # a file of train.py, a folder or hf://owner/name
 prompt = ""                             # a text to continue
 prompt_file = ""                        # or a file that holds it
 length = 0                              # new tokens; 0: to the end of the next block
