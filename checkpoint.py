@@ -94,6 +94,7 @@ def read_checkpoint(path, parts):
 def load_checkpoint(path, *parts):
     """Reads a checkpoint or an export as plain data on the CPU and checks that its weights, and its optimizer's
     moments, fit its configuration. Raises UserError if not, or if one of `parts`, such as optimizer, is missing."""
+    path = os.fspath(path)
     record = read_checkpoint(path, parts)
     config, tables, like = ModelConfig(**record["config"]), [record["model"]], None
     if config.n_layer <= len(tables[0]):                # else building it might take for ever

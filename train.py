@@ -22,7 +22,7 @@ import time
 import torch
 
 import data as data_module
-from checkpoint import load_checkpoint, save_checkpoint
+from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from data import TokenData, bits_per_byte, noise_generators
 from files import misfit, write_file, writing
 from model import BlockDiffusionLM, ModelConfig, ModelError, train_flops
@@ -260,8 +260,7 @@ def main():
                              parallel.rank, parallel.world)
     path, step, losses, skipped = os.path.join(out_dir, "ckpt.pt"), 0, [], 0
     if init_from and not resume:                            # a run that is resumed has begun already
-        start = os.path.join(init_from, "ckpt.pt") if os.path.isdir(init_from) else init_from
-        begin_with(model, load_checkpoint(start)["model"])
+        begin_with(model, load_checkpoint(find_checkpoint(init_from))["model"])
     if resume:
         record = load_checkpoint(path, "optimizer", "settings", "step")
         if record["config"] != vars(config):
