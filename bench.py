@@ -10,6 +10,7 @@ tab:inference-throughput), and each heavy operation beside a library and beside 
 Compilation, capture and warm-up are apart from the measurement; every run prints hardware, clocks,
 versions and the kernels chosen, and ends in one JSON line. On a CPU: the same, small.
 """
+from configurator import ConfigError, check, configure, script, tqdm  # first: see quiet_interrupt
 import contextlib
 import json
 import statistics
@@ -20,7 +21,6 @@ import numpy as np
 import torch
 
 import paper
-from configurator import ConfigError, check, configure, script, tqdm
 from data import noise_generators
 from decoders import Sampler
 from files import check_file, write_file

@@ -40,5 +40,5 @@ def select(device):
 
 @functools.lru_cache(maxsize=1)
 def compiled_cross_entropy_tile():
-    """For any number of rows, after the second number: with the number of columns fixed, it is 1.5 times as fast."""
+    """Compiled for a fixed number of columns, which is faster; the number of rows may change."""
     return torch.compile(ops.cross_entropy_tile.plain)

@@ -10,6 +10,7 @@ Where the protocols differ: acc_norm divides by the answer's characters, acc_per
 answers share the credit in eval.py and the first one gets it here. Perplexity is eval.py's matter: a diffusion model
 has a bound (the NELBO) where the harness asks for a likelihood. "Greedy" has no meaning here and is always false.
 """
+from configurator import ConfigError, check, configure, script, tqdm  # first: see quiet_interrupt
 import itertools
 import json
 import sys
@@ -18,7 +19,6 @@ import torch
 
 import eval as evaluation
 import sample
-from configurator import ConfigError, check, configure, script, tqdm
 from data import encode_choices, noise_seeds
 from decoders import Sampler
 from files import check_file, write_file

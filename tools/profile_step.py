@@ -4,12 +4,12 @@ Where the time of one training step, or of one denoising step, goes: its kernels
     python -m tools.profile_step --configs=mamba_h_350m,bdlm_attention_350m     # training steps
     python -m tools.profile_step --sampling=true --configs=mamba_h_700m         # denoising steps
 """
+from configurator import check, configure, script  # first: see quiet_interrupt
 import json
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from configurator import check, configure, script
 from files import check_file, write_file
 from data import noise_generators
 from decoders import Sampler

@@ -10,6 +10,7 @@ Bits per byte under the judge are a bound (its NELBO), and low for dull text as 
 the entropy and the repeated 4-grams, and beside the same figures of the real continuations. None of them can tell
 whether a text is true, or stays on its subject for longer than the judge remembers.
 """
+from configurator import ConfigError, check, configure, script, tqdm  # first: see quiet_interrupt
 import json
 import math
 
@@ -18,7 +19,6 @@ import torch
 
 import eval as evaluation
 import sample
-from configurator import ConfigError, check, configure, script, tqdm
 from data import TokenData, noise_seeds, token_bytes
 from decoders import Sampler
 from files import check_file, write_file

@@ -8,6 +8,7 @@ move to another number of ranks). fsdp: fully_shard with reshard_after_forward=F
 through a checkpoint library of its own). The same model, batch, compiled layers and bf16 autocast each time; the
 loss after three steps says that they compute the same. Without GPUs: gloo, and config/laptop.py in fp32.
 """
+from configurator import ConfigError, check, configure, script  # first: see quiet_interrupt
 import gc
 import json
 import math
@@ -19,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from bench import release, synchronize
-from configurator import ConfigError, check, configure, script
 from files import check_file, write_file
 from model import BlockDiffusionLM, config_from_file
 from parallel import Parallel, ShardedAdamW, ampere, compile_layers, hardware, select_kernels

@@ -5,6 +5,7 @@ Mamba state starts where.
     python -m tools.two_streams
     python -m tools.two_streams --out=mine.png
 """
+from configurator import check, configure, script  # first: see quiet_interrupt
 import os
 
 import matplotlib
@@ -13,7 +14,6 @@ import matplotlib.pyplot as plt
 import torch
 
 import ops
-from configurator import check, configure, script
 
 out = "assets/two_streams.png"          # the picture
 

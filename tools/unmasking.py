@@ -7,6 +7,7 @@ mode, and starts again when it has ended.
 
 The trace is written beside the picture, as .json: the prompt, the tokens, and the step at which each was revealed.
 """
+from configurator import ConfigError, check, configure, script  # first: see quiet_interrupt
 import json
 import re
 from xml.sax.saxutils import escape
@@ -15,7 +16,6 @@ import torch
 
 import eval as evaluation
 import sample
-from configurator import ConfigError, check, configure, script
 from decoders import Sampler
 from files import check_file, write_file
 from parallel import pick_device, pick_dtype, select_kernels

@@ -180,7 +180,7 @@ def test_ctrl_c_during_imports_and_sigterm_while_sampling_are_a_line(trained):
         "def importing(name, *rest):\n    if name == 'torch': raise KeyboardInterrupt\n    return real(name, *rest)\n" \
         "builtins.__import__ = importing\nimport {}\n"
     running = [subprocess.Popen([sys.executable, "-c", stop.format(ROOT, name)], stderr=subprocess.PIPE, text=True)
-               for name in ("train", "sample", "eval", "data", "tools.sweep")]
+               for name in ("train", "sample", "eval", "data", "bench", "tools.sweep", "tools.quality")]
     assert {process.communicate(timeout=60)[1] for process in running} == {"stopped\n"}
     process = subprocess.Popen(
         [sys.executable, "-u", f"{ROOT}/sample.py", f"--out_dir={trained}", "--length=100000", "--prompt=begin"],
