@@ -32,6 +32,7 @@ from sample import open_engine
 # -- settings --
 only = []                               # config files or operations, e.g. ['mamba_h_350m']; []: all
 lengths = []                            # generated lengths; []: the paper's
+batch = [1]                             # rows generated side by side; batch x length is at most the longest length
 whole = [256, 1024, 8192, 32768, 65536] # lengths that block models generate from start to end
 tokens_per_step = 16                    # p, tokens revealed per step
 micro_batch_size = 8                    # training sequences on a device
@@ -188,7 +189,7 @@ def format_train(r):
 # -- sample --
 @torch.no_grad()
 def bench_sample(parallel):
-    """Generation at 700M, random weights, batch 1, p tokens a step: the paper's protocol."""
+    """Generation at 700M, random weights, p tokens a step; with batch 1 the paper's protocol."""
     dev, on_gpu = parallel.device, parallel.device.type == "cuda"
     def make_rows(name, ceilings):
         config = config_from_file(name)
@@ -198,13 +199,15 @@ def bench_sample(parallel):
         torch.nn.init.normal_(model.head.weight, std=0.02)
         engine = open_engine("auto", model, pick_dtype("auto", dev), compile and on_gpu)
         model = engine[0]                               # the one from which it was prepared is freed
-        ladder = lengths or [n for n in paper.LADDER if n <= most]
-        rows, parts = full_sequence_rows, [ladder]
-        if not config.full_sequence:                    # SHORT_CACHE of fast/cached_attention.py parts them
-            rows, parts = block_rows, [[n for n in ladder if n <= 8192], [n for n in ladder if n > 8192]]
-        for row in (row for part in parts if part for row in rows(*engine, part)):
-            theirs = paper.SAMPLE.get(name.removesuffix("_700m"), {}).get(row["length"])
-            yield dict(config=name, **row, **limit_of_step(row, model, ceilings), paper=theirs)
+        for b in batch:
+            ladder = lengths or [n for n in paper.LADDER if b * n <= most]
+            rows, parts = full_sequence_rows, [ladder]
+            if not config.full_sequence:                # SHORT_CACHE of fast/cached_attention.py parts them
+                rows, parts = block_rows, [[n for n in ladder if n <= 8192], [n for n in ladder if n > 8192]]
+            for row in (row for part in parts if part for row in rows(*engine, b, part)):
+                theirs = paper.SAMPLE.get(name.removesuffix("_700m"), {}).get(row["length"]) if b == 1 else None
+                row |= dict(config=name, batch=b)
+                yield dict(row, **limit_of_step(row, model, ceilings), paper=theirs)
     names, longest = models("700m", dev)[::-1], max(lengths, default=0)
     for name in names:
         if longest > (most := config_from_file(name).rope_capacity):
@@ -216,24 +219,24 @@ def open_decoder(model, new_decoder, cache, l):
     """A decoder of the active block of l tokens, and what a row says of it: its engine, and the seconds that
     compiling and capturing took."""
     dev, started = cache.lengths.device, time.perf_counter()
-    sampler = Sampler([0], tokens_per_step=tokens_per_step, mask_id=model.config.mask_id)
+    sampler = Sampler(list(range(len(cache.lengths))), tokens_per_step=tokens_per_step, mask_id=model.config.mask_id)
     decoder = new_decoder(model, cache, sampler, l)
     synchronize(dev)
     return decoder, dict(engine=decoder.engine, capture_s=time.perf_counter() - started)
 
 
-def block_rows(model, new_decoder, ladder):
-    """Rows of a block model, in one cache of the capacity that the longest needs. The time of one block
+def block_rows(model, new_decoder, b, ladder):
+    """Results of a block model with b rows, in one cache of the capacity that the longest needs. The time of one block
     (commit of the last one included) is measured at several prefix lengths; a generation is the sum over
     its blocks, interpolated between them.
     `whole` lengths are generated from an empty prefix to the end too, short ones several times."""
     l, dev = model.config.block_len, model.embed.weight.device
     capacity = (-(-max(ladder) // l) - 1) * l           # the last block is never committed
-    cache = model.new_cache(1, max(capacity, l), l)
+    cache = model.new_cache(b, max(capacity, l), l)
     decoder, about = open_decoder(model, new_decoder, cache, l)
     fill(cache, model)
     mask_id, found = model.config.mask_id, []
-    masks, x0 = torch.full((1, l), mask_id, device=dev), torch.randint(0, mask_id, (1, l), device=dev)
+    masks, x0 = torch.full((b, l), mask_id, device=dev), torch.randint(0, mask_id, (b, l), device=dev)
     usual = (0, l, 1024, 4096, 16384, 32768, 65536, 131072)        # the first block has nothing to commit
     at = sorted({capacity, *(prefix for prefix in usual if prefix < capacity)})
     for prefix in at:
@@ -247,13 +250,13 @@ def block_rows(model, new_decoder, ladder):
     about["capture_s"] += max(0, sum(first) - sum(seconds))         # steps that are not graphs compile there
     for length in ladder:
         every_block = np.interp(range(0, length, l), at, seconds)
-        row = dict(length=length, tok_per_s=length / float(every_block.sum()),
+        row = dict(length=length, tok_per_s=b * length / float(every_block.sum()),
                    how="integrated", spread=max(spread), cache_bytes=cache.nbytes,
                    prefixes=at, block_ms=[1000 * s for s in seconds], **about)
         if length in whole:
             whole_s = statistics.median(generation_s(decoder, cache, masks, -(-length // l))
                                         for _ in range(max(1, 8192 // length)))
-            row.update(integrated=row["tok_per_s"], how="whole", tok_per_s=length / whole_s)
+            row.update(integrated=row["tok_per_s"], how="whole", tok_per_s=b * length / whole_s)
         yield row
 
 
@@ -275,33 +278,32 @@ def fill(cache, model):
     multiplies depends on the numbers."""
     c = model.config
     n = min(max(8192 // c.block_len, 1) * c.block_len, cache.max_len)
-    model.prefill(torch.randint(0, c.mask_id, (1, n), device=cache.lengths.device), cache)
+    model.prefill(torch.randint(0, c.mask_id, (len(cache.lengths), n), device=cache.lengths.device), cache)
     for state in cache.layers[::c.attn_every]:          # (keys, values) of the attention layers
         for part in state:
             for i in range(n, cache.max_len, n):
                 part[:, :, i:i + n] = part[:, :, :min(n, cache.max_len - i)]
 
 
-def full_sequence_rows(model, new_decoder, ladder):
-    """Rows of a full-sequence model: L / p steps over a window of L tokens, each the same work."""
+def full_sequence_rows(model, new_decoder, b, ladder):
+    """Results of a full-sequence model with b rows: L / p steps over a window of L tokens, each the same work."""
     for length in ladder:
         row = dict(length=length, how="step x L / p")
         release()                                       # dynamo compiles a function for few lengths only
         with noting(row):
-            decoder, about = open_decoder(model, new_decoder, model.new_cache(1, 0, length), length)
+            decoder, about = open_decoder(model, new_decoder, model.new_cache(b, 0, length), length)
             def step():
                 decoder.block.rewind()
                 decoder.step()
             median, row["spread"], first = measure(step, model.embed.weight.device)
             about["capture_s"] += max(0, first - median)
-            row.update(about, tok_per_s=tokens_per_step / median)
+            row.update(about, tok_per_s=b * tokens_per_step / median)
         decoder = None                                  # frees its memory before the next
         yield row
 
 
-def step_work(c, l, prefix, p, width):
-    """(FLOPs, bytes) of one denoising step of l tokens after a prefix, at `width` bytes a value:
-    products with every weight, attention's area, the scan's chunked products; the head, and what comes after
+def step_work(c, b, l, prefix, p, width):
+    """(FLOPs, bytes) of one denoising step of b rows of l tokens after a prefix, at `width` bytes a value: products with every weight, attention's area, the scan's chunked products; the head, and what comes after
     the last layer's scan or keys, on p tokens; weights and cache read once, activations not counted. A
     block model commits a block every l / p steps, in the same pass: that share of a clean pass
     (one Mamba direction, nothing after the last layer's states) is in the FLOPs."""
@@ -319,8 +321,8 @@ def step_work(c, l, prefix, p, width):
             before, after, read = 2 * d * (2 * di + 2 * n + di // c.mamba_head_dim), 2 * di * d, n * di
             flops += 2 * enter * (2 * chunk * n + 2 * chunk * di + 4 * n * di)
         flops += 2 * (enter * before + leave * after + through_mlp * 8 * d * d)
-        values += before + after + 8 * d * d + read
-    return flops, width * values
+        values += before + after + 8 * d * d + b * read
+    return b * flops, width * values
 
 
 def limit_of_step(row, model, ceilings):
@@ -330,12 +332,14 @@ def limit_of_step(row, model, ceilings):
         return {}
     c, p, width = model.config, tokens_per_step, model.head.weight.element_size()
     l, prefix = (row["length"], 0) if c.full_sequence else (c.block_len, row["length"] / 2)
-    limit, ms = limit_ms(*step_work(c, l, prefix, p, width), ceilings), 1000 * p / row["tok_per_s"]
+    limit = limit_ms(*step_work(c, row["batch"], l, prefix, p, width), ceilings)
+    ms = 1000 * row["batch"] * p / row["tok_per_s"]
     return dict(ms_per_step=ms, limit_ms=limit, of_limit=limit / ms)
 
 
 def format_sample(r):
-    name = f"{r['config']:<20}{r.get('length', ''):>8}"
+    rows = f"{r['batch']} x " if r.get("batch", 1) > 1 else ""
+    name = f"{r['config']:<20}{rows + str(r.get('length', '')):>11}"
     if "error" in r:
         return f"{name} {r['error']}"
     beside = r["paper"] and f"{r['tok_per_s'] / r['paper']:.1f}x the paper's A100 ({r['paper']:,})"
@@ -416,7 +420,7 @@ def check_settings():
     """Raises, before anything is measured, for settings that cannot work."""
     check(globals(), least=dict(iterations=1, warmup=0, micro_batch_size=1, tokens_per_step=1,
                                 seq_len=0, dist_timeout=1))
-    for name in ("lengths", "whole"):
+    for name in ("lengths", "whole", "batch"):
         if not all(type(n) is int and n > 0 for n in globals()[name]):
             raise ConfigError(f"{name} must be whole numbers above 0, but is {globals()[name]}; write them as "
                               f"[1024,65536]")
@@ -439,7 +443,7 @@ def main(words, operations=None, plot=None):
         return plot(files, figures)
     check_settings()
     parallel = Parallel(device, dist_timeout)
-    line = select_kernels(kernels, parallel.device)
+    line = select_kernels(kernels, parallel.device, training=what != "sample")
     before, when = hardware(parallel.device), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     if parallel.rank == 0:
         print(f"{parallel.world} x {described(before)} | {line}", flush=True)

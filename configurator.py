@@ -24,7 +24,10 @@ import difflib
 import os
 import re
 import sys
+import time
 import types
+
+STARTED = time.time()                   # of the script, which imports this module first
 
 
 class UserError(ValueError):
@@ -42,7 +45,7 @@ def quiet_interrupt(kind, error, trace, otherwise=sys.excepthook):
     otherwise(kind, error, trace)
 
 
-sys.excepthook = quiet_interrupt                        # scripts import this module first
+sys.excepthook = quiet_interrupt
 
 
 NANOGPT = dict(start="prompt", max_new_tokens="length", block_size="seq_len", n_embd="d_model", dataset="data",

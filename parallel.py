@@ -59,11 +59,12 @@ def has_fast():
     return (ROOT / "fast" / "__init__.py").is_file()
 
 
-def select_kernels(setting, device):
+def select_kernels(setting, device, training=True):
     """
     Decides which implementation of the operations runs on a device, and returns a line that says which. setting:
     "auto" takes the fastest ones, those of fast/ on a GPU; "torch" takes the plain ones; "mamba_ssm" takes those of
-    the packages mamba-ssm and causal-conv1d, and plain ones for the rest. Raises ConfigError for another setting, and
+    the packages mamba-ssm and causal-conv1d, and plain ones for the rest. training: whether the caller trains or
+    evaluates; generation alone starts sooner without. Raises ConfigError for another setting, and
     for mamba_ssm where it cannot run.
     """
     check(dict(kernels=setting), choices=dict(kernels=KERNELS))
@@ -89,7 +90,7 @@ def select_kernels(setting, device):
     if not has_fast():
         return "kernels: plain (there is no folder fast)"
     import fast
-    return fast.select(device)
+    return fast.select(device, training)
 
 
 def compile_layers(model):

@@ -9,7 +9,7 @@ eq. partial-reverse). All four models; a full-sequence model is one block as lon
 
 `generate` is the loop to read and to import; what a step reveals is in decoders.py.
 """
-from configurator import ConfigError, check, configure, script, tqdm  # first: see quiet_interrupt
+from configurator import STARTED, ConfigError, check, configure, script, tqdm  # first: see quiet_interrupt
 import codecs
 import dataclasses
 import functools
@@ -131,9 +131,10 @@ def open_engine(wanted, model, dtype=torch.float32, compile=False):
 @dataclasses.dataclass
 class Generation:
     """What `generate` returns: per row the tokens (prompt first), and what it took."""
-    tokens: list                        # of 1-D int64 tensors
+    tokens: list                        # of 1-D int64 tensors, on the CPU
     forward_passes: int                 # denoising steps and commits, prompt excluded
-    seconds: float
+    start_seconds: float                # compiling and recording steps, reading the prompts
+    seconds: float                      # from the first step to the last token
     cache_bytes: int
 
 
@@ -157,6 +158,7 @@ def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=No
     l, starts, n_blocks = plan(c, prompts, length, len(suffix))
     if len(sampler.seeds) != len(prompts):
         raise ConfigError(f"the sampler has {len(sampler.seeds)} seeds; give it {len(prompts)}, one for each prompt")
+    called = time.time()
     # The last block is never committed, so the cache need not hold it.
     cache = model.new_cache(len(prompts), max(starts) + (n_blocks - 1) * l, l)
     decoder = new_decoder(model, cache, sampler, l)
@@ -174,11 +176,12 @@ def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=No
         if block:
             decoder.commit(x0)
         x0 = decoder.decode(active, masked, on_step)                           # (b, l), no mask left
+        done = x0.cpu()                                 # the one wait for the device in a block
         for i in range(len(rows)):
             # The first block repeats the end of the prompt: only what comes after `known` is new. A row that has ended
             # stays cut at its total while the batch runs on for the others.
             known = max(len(prompts[i]), len(rows[i]))
-            rows[i] = torch.cat([rows[i], x0[i]])[:totals[i]]
+            rows[i] = torch.cat([rows[i], done[i]])[:totals[i]]
             new = rows[i][known:]
             if stop_token is not None and (new == stop_token).any():
                 totals[i] = known + int((new == stop_token).nonzero()[0]) + 1
@@ -189,7 +192,7 @@ def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=No
             break
         active.fill_(c.mask_id)
         masked = [l] * len(rows)
-    return Generation(rows, decoder.passes, now(device) - started, cache.nbytes)
+    return Generation(rows, decoder.passes, started - called, now(device) - started, cache.nbytes)
 
 
 @torch.no_grad()
@@ -258,7 +261,7 @@ def read_prompts(model, cache, prompts, starts, prefix, on_read=None):
             model.prefill(tokens, mine, on_chunk=on_read)
             for k, same in enumerate(group):
                 copy_rows(mine.rows(k, k + 1), cache, same[len(group) == 1:])
-    return [prompt[:start].to(device) for prompt, start in zip(prompts, starts)]
+    return [prompt[:start].cpu() for prompt, start in zip(prompts, starts)]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -396,8 +399,9 @@ class Printer:
 
 def main():
     check_settings()
+    imported = time.time()
     text, dev = read_text(), pick_device(device)
-    chosen = select_kernels(kernels, dev)
+    chosen = select_kernels(kernels, dev, training=False)
     model, tokenizer = open_model(dev)
     c, n_params = model.config, model.n_params
     weights = pick_dtype(dtype, dev)
@@ -419,6 +423,7 @@ def main():
     shown = tokenizer.decode(whole[whole != tokenizer.eot_token].tolist())
     printer = Printer(tokenizer, shown, start - (prefix.cache.max_len if prefix else 0),
                       (len(whole) - start) * num_samples, (length + len(after)) * num_samples, c.mask_id)
+    opened = time.time()
     try:
         printer.read(0)
         if save_cache:
@@ -438,8 +443,9 @@ def main():
         print(f"\n--- sample {i} ---\n{shown}{tokenizer.decode(row[len(whole):].tolist())}")
     made = sum(len(row) for row in out.tokens) - (len(whole) + len(after)) * num_samples
     print(f"{made} tokens in {out.seconds:.2f} s: {made / out.seconds:.1f} tokens/s, "
-          f"{out.forward_passes} forward passes, cache {out.cache_bytes / 2**20:.2f} MiB",
-          file=sys.stderr)
+          f"{out.forward_passes} forward passes, cache {out.cache_bytes / 2**20:.2f} MiB\n"
+          f"before that: imports {imported - STARTED:.1f} s, opening the model {opened - imported:.1f} s, "
+          f"preparing steps and reading the prompt {out.start_seconds:.1f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -16,24 +16,29 @@ import torch
 import ops
 
 
-def select(device):
+def select(device, training=True):
     """Fills ops.FAST for a CUDA device and returns a line that names what runs. Where the kernels cannot run, FAST
-    stays empty and the line says why."""
+    stays empty and the line says why. Without `training`, what training and evaluation alone use stays plain: these
+    operations need torch.compile, which takes seconds to import."""
     try:
-        from fast import cached_attention, conv, draw, mixer, residual, scan, states, two_stream
+        from fast import cached_attention, conv, draw, mixer, residual, scan, states
     except Exception as error:                          # a broken Triton fails in many ways
         return f"kernels: plain (no Triton: {type(error).__name__}: {error})"
     ops.FAST.update({
-        # training, and whatever else works on whole sequences
+        # whole sequences: training and prompts
         "Mamba2.forward": mixer.mamba2_forward, "ssd_scan": states.ssd_scan, "causal_conv": conv.causal_conv,
-        "gated_norm": mixer.gated_norm, "cross_entropy_tile": compiled_cross_entropy_tile(),
-        "two_stream_masks": two_stream.two_stream_masks, "two_stream_attention": two_stream.two_stream_attention,
-        # generation
+        "gated_norm": mixer.gated_norm,
+        # blocks: generation
         "cached_attention": cached_attention.cached_attention,
         "cached_attention_pairs": cached_attention.cached_attention,
         "ssd_scan_both": scan.ssd_scan_both, "ssd_scan_pairs": scan.ssd_scan_pairs,
         "causal_conv_both": conv.causal_conv_both, "add_norm": residual.add_norm,
         "uniform": draw.uniform, "gumbel_argmax": draw.gumbel_argmax, "unmask": draw.unmask})
+    if not training:
+        return "kernels: Triton"
+    from fast import two_stream
+    ops.FAST.update({"two_stream_masks": two_stream.two_stream_masks, "two_stream_attention": two_stream.two_stream_attention,
+                     "cross_entropy_tile": compiled_cross_entropy_tile()})
     attention = "flash-attn-4" if two_stream.has_flash() else "flex (pip install -r requirements-gpu.txt: 1.5x)"
     return f"kernels: Triton; attention {attention if two_stream.hopper(device) else 'flex'}"
 

@@ -38,16 +38,12 @@ def linear_in_parts(x, weight, ways=1):
     return y.view(parts, *x.shape[:-1], -1)
 
 
-@torch.library.custom_op("nanobdlm::linear_gelu", mutates_args=())
-def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def linear_gelu(x, weight, bias):
     """gelu(x W^T + b), the tanh form, with cuBLASLt doing the GELU: a pass less over the result."""
     if not x.is_cuda:                                   # where the call below takes the other form
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")
     y = torch._addmm_activation(bias, x.reshape(-1, x.size(-1)), weight.t(), use_gelu=True)
     return y.view(*x.shape[:-1], -1)
-
-
-linear_gelu.register_fake(lambda x, weight, bias: x.new_empty(*x.shape[:-1], len(weight)))
 
 
 # ----------------------------------------------------------------------------------------------
@@ -60,12 +56,20 @@ class InferenceAttention:
     def __init__(self, mixer):
         self.mixer = mixer
 
+    def project(self, u, rope):
+        """As Attention.project, with the tables of InferenceModel.active_rope: queries and keys are rotated together,
+        so that few kernels are launched."""
+        qkv = self.mixer.qkv(u).unflatten(-1, (3, self.mixer.n_head, -1)).permute(2, 0, 3, 1, 4)   # (3, b, h, l, e)
+        qk, (cos, sin) = qkv[:2], rope
+        halves = qk.unflatten(-1, (2, -1)).flip(-2).flatten(-2)                # the second half of a head comes first
+        return *torch.addcmul(qk * cos, halves, sin).to(u.dtype), qkv[2]
+
     def merge(self, y):
         return linear_in_parts(y.transpose(1, 2).flatten(2), self.mixer.out_proj.weight), None
 
     def denoise(self, u, state, lengths, rope, at=None):
         """One noisy block u (b, l, d)."""
-        q, k, v = self.mixer.project(u, rope)
+        q, k, v = self.project(u, rope)
         q = take(q.transpose(1, 2), at).transpose(1, 2)
         return self.merge(ops.cached_attention(q, k, v, *state, lengths, u.size(1)))
 
@@ -73,7 +77,7 @@ class InferenceAttention:
         """u (2 b, l, d): b finished blocks, then the b active blocks that follow them. lengths (2 b,): cached tokens
         that each row sees. Keys and values of the finished blocks are appended first, so the active blocks find them in
         the cache; finished blocks read their own from u. last: returns the active blocks alone."""
-        q, k, v = self.mixer.project(u, rope)
+        q, k, v = self.project(u, rope)
         b = len(u) // 2
         self.mixer.append(k[:b], v[:b], state, lengths[:b])
         if last:
@@ -275,17 +279,25 @@ class InferenceModel(BlockDiffusionLM):
         raise ModelError("this model was prepared for generation; train and score with the model that it was made from")
 
     def active_rope(self, lengths, count):
-        """`rope_after`, which may be compiled here: an active block always has the same length."""
-        return self.rope_after(lengths, count)
+        """The tables of `rope_after` for both halves of a head: cos, cos and -sin, sin. (b, 1, count, e) each."""
+        cos, sin = self.rope_after(lengths, count)
+        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
     def compile_steps(self):
-        """torch.compile of what a denoising step runs. Does nothing without Triton, in which it writes kernels."""
-        if importlib.util.find_spec("triton") is None:
+        """
+        torch.compile where a denoising step launches many small kernels that can become one: whole layers if t modulates
+        them, the rotation of queries and keys if every layer has one. Elsewhere it would gain 2 % and cost seconds at
+        the start. Does nothing without Triton, in which torch.compile writes kernels.
+        """
+        if importlib.util.find_spec("triton") is None or (self.folded and self.config.attn_every > 1):
             return
+        from torch._inductor import config
         torch._dynamo.config.recompile_limit = 64       # kinds of layers, batch sizes, both kinds of step
-        for part, *names in ((self, "final", "active_rope"),
-                             *((layer, "denoise", "commit_and_denoise") for layer in self.layers)):
-            for name in names:
+        if self.folded:
+            config.compile_threads = 1                  # for two small graphs; a pool takes longer to start and to end
+        for layer in self.layers:
+            for part, name in ([(layer.fused, "project")] if self.folded else
+                               [(layer, "denoise"), (layer, "commit_and_denoise")]):
                 setattr(part, name, torch.compile(getattr(part, name), dynamic=False))
 
 

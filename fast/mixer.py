@@ -233,7 +233,7 @@ def backward(ctx, dout, _, dstates, dconvs):
     return *(None if u is None else g for u, g in zip(tensors, grads)), None, None
 
 
-mixer_forward.register_autograd(backward, setup_context=save)
+torch.library.register_autograd(mixer_forward, backward, setup_context=save)
 
 
 def mamba2_forward(mixer, u, conv=None, ssm=None, block_len=None, want_states=True):

@@ -135,7 +135,7 @@ def backward(ctx, dy, dstates):
     return *(None if u is None else g for u, g in zip(ctx.saved_tensors[1:], grads)), None
 
 
-ssd_scan_forward.register_autograd(backward, setup_context=save)
+torch.library.register_autograd(ssd_scan_forward, backward, setup_context=save)
 
 
 def scan_over_rows(x, dt, A, B, C, D, s0, row):

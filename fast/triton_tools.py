@@ -17,11 +17,14 @@ def dot(a, b, acc=None):
 
 def operator(fake):
     """Registers a function as the PyTorch operator nanobdlm::<its name>. torch.compile treats it as one opaque node of
-    its graph. `fake` returns empty tensors of the shapes that the function returns."""
+    its graph. `fake` returns empty tensors of the shapes that the function returns. torch.library.custom_op would do the
+    same, but its operators import torch.compile, which takes seconds, when they are first called."""
     def register(function):
-        op = torch.library.custom_op("nanobdlm::" + function.__name__, function, mutates_args=())
-        op.register_fake(fake)
-        return op
+        name = "nanobdlm::" + function.__name__
+        torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
+        torch.library.impl(name, ("cpu", "cuda"), function)
+        torch.library.register_fake(name, fake)
+        return getattr(torch.ops.nanobdlm, function.__name__).default
     return register
 
 
@@ -36,7 +39,7 @@ def differentiable(op, backward_op):
         tensors = ctx.saved_tensors
         grads = backward_op(dout, *tensors)
         return *(None if u is None else g for u, g in zip(tensors, grads)), *ctx.flags
-    op.register_autograd(backward, setup_context=save)
+    torch.library.register_autograd(op, backward, setup_context=save)
 
 
 def like(*tensors):

@@ -44,7 +44,7 @@ def test_train_ends_in_one_json_line_and_writes_the_same(capsys, tmp_path):
 
 
 def test_block_models_are_measured_beyond_the_cache_of_short_generations(capsys, monkeypatch):
-    monkeypatch.setattr(bench, "block_rows", lambda model, new_decoder, ladder: (
+    monkeypatch.setattr(bench, "block_rows", lambda model, new_decoder, b, ladder: (
         dict(length=n, tok_per_s=1.0, how=str(ladder), spread=0.0, engine="graphs", capture_s=0.0) for n in ladder))
     bench.main(["sample", "--only=mamba_h_87m", "--lengths=[256,8192,16384]", *TINY])
     assert [(r["length"], r["how"]) for r in last_line(capsys)["rows"]] == [
@@ -58,6 +58,17 @@ def test_sample_reports_whole_and_integrated_rows_beside_their_limit(capsys):
     assert all(r["tok_per_s"] > 0 and r["limit_ms"] > 0 for r in rows) and rows[0]["integrated"] > 0
     assert all(r["of_limit"] == pytest.approx(r["limit_ms"] / r["ms_per_step"]) for r in rows)
     assert all(r["engine"] == "simple" and r["capture_s"] >= 0 for r in rows)
+
+
+def test_sample_measures_several_rows_at_once(capsys):
+    bench.main(["sample", "--only=laptop", "--lengths=[48]", "--whole=[48]", "--batch=[1,3]", *TINY])
+    one, three = last_line(capsys)["rows"]
+    assert (one["batch"], three["batch"]) == (1, 3) and three["cache_bytes"] == 3 * one["cache_bytes"]
+    assert three["tok_per_s"] == pytest.approx(3 * 16 / three["ms_per_step"] * 1000)
+    config = config_from_file("laptop")
+    (flops, nbytes), (flops3, nbytes3) = (bench.step_work(config, b, 16, 48, 4, 4) for b in (1, 3))
+    cache = bench.step_work(config, 1, 16, 48, 4, 4)[1] - bench.step_work(config, 0, 16, 48, 4, 4)[1]
+    assert flops3 == 3 * flops and nbytes3 == nbytes + 2 * cache        # weights are read once
 
 
 def test_a_sampling_row_names_its_engine_and_a_block_is_committed_before_the_next_one(capsys, monkeypatch):
@@ -105,7 +116,7 @@ def test_a_configuration_that_does_not_fit_says_so_and_the_run_goes_on(capsys, m
 
 def test_the_limit_of_a_step_counts_every_weight_of_the_generation_pass_once():
     c = config_from_file("bdlm_attention_350m")
-    flops, nbytes = bench.step_work(c, c.block_len, 0, 16, 2)
+    flops, nbytes = bench.step_work(c, 1, c.block_len, 0, 16, 2)
     weights = c.n_layer * 12 * c.d_model ** 2
     head = c.vocab_size * c.d_model
     assert nbytes == 2 * (weights + head)
@@ -114,7 +125,7 @@ def test_the_limit_of_a_step_counts_every_weight_of_the_generation_pass_once():
     layer = steps * (2 * l * 12 * d * d + 4 * l * l * d)
     last = steps * 2 * l * 2 * d * d + 2 * p * 10 * d * d + 4 * p * l * d      # p tokens but for keys and values
     assert flops == pytest.approx((c.n_layer - 1) * layer + last + 2 * p * head)
-    longer = bench.step_work(c, c.block_len, 1000, 16, 2)[1]
+    longer = bench.step_work(c, 1, c.block_len, 1000, 16, 2)[1]
     assert longer - nbytes == 2 * 2 * c.n_layer * 1000 * c.d_model      # keys and values
 
 

@@ -2,6 +2,9 @@
 CUDA graphs cannot be had."""
 import functools
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -222,3 +225,12 @@ def test_the_second_of_a_pair_of_blocks_starts_where_the_first_ends():
     torch.testing.assert_close(y[b:], active)
     assert not y[:b, :, 1].any()
     torch.testing.assert_close(power, y.square().mean(-1))
+
+
+def test_generation_starts_without_torch_compile():
+    """Its import takes seconds. Only models that need it, with attention in every layer or with t, pay for it."""
+    code = ("import sys; import sample; from configurator import configure; "
+            "configure(vars(sample), ['--init=random', '--model_config=laptop', '--length=20', '--engine=fused', "
+            "'--device=cpu']); sample.main(); sys.exit('torch._dynamo' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(inference.__file__).parent.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
