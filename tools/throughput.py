@@ -29,6 +29,8 @@ def plot(files, figures):
     for _, what, about, rows in sorted(results, key=lambda r: r[0]):    # stable: then as given
         for r in rows:
             kind, _, size = r.get("config", "").rpartition("_")
+            if what == "sample" and r.get("batch", 1) > 1:      # the paper's protocol is one row
+                continue
             if kind in MODELS and size == dict(sample="700m", train="350m").get(what):
                 found[what][kind, r.get("length", r.get("gpus"))] = dict(about=about, **r)
     sample, train = ({place: r for place, r in found[what].items() if "error" not in r}
