@@ -275,7 +275,7 @@ def test_top_p_keeps_the_token_that_crosses():
 
 def unmask_all(xt, logits_of, sampler):
     """x0 of the block xt (b, l) by a toy denoiser, logits_of(xt, t) -> (b, l, v - 1)."""
-    block = ActiveBlock(*xt.shape, sampler, xt.device, timed=True)
+    block = ActiveBlock(*xt.shape, sampler, xt.device, time_conditioning=True)
     block.start(xt, torch.tensor(0))
     for _ in block.steps((xt == sampler.mask_id).sum(1).tolist()):
         logits = logits_of(block.xt, block.noise_level())
