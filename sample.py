@@ -298,7 +298,7 @@ def check_settings():
 
 
 def tokenizer_of(model, name, path):
-    """The tokenizer of that name. Raises ModelError if its ids are not the model's."""
+    """The tokenizer of that name. Raises ModelError if its token ids are not the model's. path: for the message."""
     if VOCABULARY.get(name) != model.config.vocab_size:
         raise ModelError(f"{path} has {model.config.vocab_size} token ids, not those of its tokenizer, {name}; "
                          f"vocab_size must be 258 for bytes and 50258 for gpt2")
@@ -306,7 +306,8 @@ def tokenizer_of(model, name, path):
 
 
 def open_checkpoint(path, device):
-    """(model, its tokenizer, path of the file, record) of what checkpoint.find_checkpoint takes."""
+    """Loads a checkpoint. path: see checkpoint.find_checkpoint. Returns the model, its tokenizer, the path of the file
+    and the checkpoint's record."""
     path = find_checkpoint(path)
     model, record = load_model(path, device)
     return model, tokenizer_of(model, record.get("tokenizer"), path), path, record
@@ -321,13 +322,14 @@ def open_model(device):
         c = config_from_file(model_config)
         with torch.device(device):
             model = BlockDiffusionLM(c).eval()
+        # An untrained head is zero, and all tokens would be equally probable, whatever the model computes.
         torch.nn.init.normal_(model.head.weight, std=0.02)
         return model, tokenizer_of(model, "bytes" if c.vocab_size == 258 else "gpt2", model_config)
     return open_checkpoint(checkpoint or os.path.join(out_dir, "ckpt.pt"), device)[:2]
 
 
 def read_text():
-    """The text of --prompt or --prompt_file, empty where there is none."""
+    """The text of --prompt or --prompt_file, or "" if neither is given."""
     if prompt and prompt_file:
         raise ConfigError("prompt and prompt_file are both given; leave one out")
     if not prompt_file:
@@ -336,51 +338,56 @@ def read_text():
         with open(prompt_file, encoding="utf-8-sig") as f:
             return f.read()
     except UnicodeError as error:
-        raise DataError(f"{prompt_file} is not UTF-8 (byte {error.start}); convert it, for example with iconv") from None
+        raise DataError(f"{prompt_file} is not UTF-8 (byte {error.start}); convert it, for example with "
+                        f"iconv") from None
 
 
 class Printer:
     """
-    Prints the prompt to stdout, then text as it is generated. On a terminal, stderr shows a bar while a long prompt
-    is read, then a line of progress below the text and, with --watch, the active block.
+    Prints the prompt and then the generated text of the first row to stdout. If stderr is a terminal, it shows a bar
+    there while a long prompt is read, then a line of progress below the text and, with --watch, the active block.
     """
 
-    def __init__(self, tokenizer, prompt, unread, known, total, mask_id):
-        """prompt: its text; unread: how many of its tokens will be read into the cache; known: how many
-        tokens of the first active blocks are the prompt's; total: tokens to be generated."""
+    def __init__(self, tokenizer, prompt, n_unread, n_known, total, mask_id):
+        """prompt: its text. n_unread: tokens of it that will be read into the cache. n_known: known tokens of the
+        first active blocks, over all rows; they are not counted as generated. total: tokens to generate."""
         self.tokenizer, self.prompt, self.mask_id = tokenizer, prompt, mask_id
-        self.unread, self.known, self.total, self.made = unread, known, total, 0
-        self.started = self.shown = time.time()
+        self.n_unread, self.n_known, self.total, self.n_generated = n_unread, n_known, total, 0
+        self.started = self.last_shown = time.time()
         self.live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        # A character may end in a later block than it begins in: this decoder keeps the bytes until then.
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self.bar = tqdm(desc="reading the prompt", total=unread, unit=" tokens", unit_scale=True, leave=False,
+        self.bar = tqdm(desc="reading the prompt", total=n_unread, unit=" tokens", unit_scale=True, leave=False,
                         file=sys.stderr, delay=BAR_DELAY, mininterval=0.2 if self.live else 10, miniters=1)
 
-    def read(self, count):
-        """`count` more tokens of the prompt have been read. When all are, shows the prompt."""
-        self.bar.update(count)
-        self.unread -= count
-        if not self.unread:
+    def read(self, n):
+        """Call it when n more tokens of the prompt have been read. Prints the prompt when all have been."""
+        self.bar.update(n)
+        self.n_unread -= n
+        if not self.n_unread:
             self.bar.close()
             print(self.prompt, end="", flush=True)
             self.started = time.time()
 
     def text(self, tokens):
+        """The bytes of the tokens, which may end inside a character."""
         return self.tokenizer.decode_bytes(tokens.tolist())
 
     def block(self, row, tokens):
-        self.made, self.known = self.made + len(tokens), 0
+        """Call it when a block of a row is finished. tokens: what it adds after the prompt."""
+        self.n_generated, self.n_known = self.n_generated + len(tokens), 0
         if row == 0:
             self.clear()
             print(self.utf8.decode(self.text(tokens)), end="", flush=True)
-        self.below(self.progress(self.made))
+        self.below(self.progress(self.n_generated))
 
     def step(self, xt):
-        """After a denoising step: how far it is, and with --watch the block with its masks."""
-        if not watch and time.time() - self.shown < 0.2:        # counting waits for the device
+        """Call it after a denoising step. Shows the progress and, with --watch, the block xt (b, l) with its masks."""
+        # To count the known tokens is to wait for the device, so it is done only now and then.
+        if not watch and time.time() - self.last_shown < 0.2:
             return
-        self.shown = time.time()
-        done = min(self.made + int((xt != self.mask_id).sum()) - self.known, self.total)
+        self.last_shown = time.time()
+        done = min(self.n_generated + int((xt != self.mask_id).sum()) - self.n_known, self.total)
         if not watch:
             return self.below(self.progress(done))
         cells = ["\u2591" if token == self.mask_id else
@@ -389,7 +396,7 @@ class Printer:
         if not self.live:
             return print(line, file=sys.stderr, flush=True)
         self.below(line, self.progress(done))
-        time.sleep(0.02)
+        time.sleep(0.02)                                # so that the eye can follow
 
     def progress(self, done):
         seconds = max(time.time() - self.started, 1e-6)
@@ -397,19 +404,20 @@ class Printer:
                 f"ETA {seconds * (self.total / max(done, 1) - 1):.0f} s]")
 
     def below(self, *lines):
-        """Writes under the text on a terminal, which scrolls where there is no room, and puts the cursor
-        back behind the text."""
+        """Writes lines below the text and moves the cursor back to the end of the text."""
         if not self.live:
             return
         width, height = shutil.get_terminal_size()
         text = "".join(line.ljust(-(-len(line) // width) * width) for line in lines)
         text = text[:width * max(height - 2, 1)]
-        rows = -(-len(text) // width)
-        print("\x1bD" * rows + f"\x1b[{rows}A\x1b7\x1b[B\r\x1b[J{text.rstrip()}\x1b8", end="",
+        n_rows = -(-len(text) // width)
+        # ESC D moves down a line and scrolls at the bottom, which makes room; ESC [nA goes back up. ESC 7 saves the
+        # cursor, ESC [B moves it down, ESC [J erases everything after it, and ESC 8 restores it.
+        print("\x1bD" * n_rows + f"\x1b[{n_rows}A\x1b7\x1b[B\r\x1b[J{text.rstrip()}\x1b8", end="",
               file=sys.stderr, flush=True)
 
     def clear(self):
-        """Leaves nothing but the text."""
+        """Erases everything but the text."""
         self.bar.close()
         if self.live:
             print("\x1b[J", end="", file=sys.stderr, flush=True)
@@ -419,48 +427,52 @@ def main():
     check_settings()
     imported = time.time()
     text, dev = read_text(), pick_device(device)
-    chosen = select_kernels(kernels, dev, training=False)
+    kernels_line = select_kernels(kernels, dev, training=False)
     model, tokenizer = open_model(dev)
-    c, n_params = model.config, model.n_params
-    weights = pick_dtype(dtype, dev)
-    mark = fingerprint(model, weights) if save_cache or load_cache else None
-    prefix = load_prefix(load_cache, c, mark) if load_cache else None
-    first = [] if prefix else [tokenizer.eot_token]     # of a new document
-    tokens = torch.tensor(tokenizer.encode_ordinary(text) or first, dtype=torch.long)
-    whole = torch.cat([prefix.tokens, tokens]) if prefix else tokens
-    after = torch.tensor(tokenizer.encode_ordinary(suffix), dtype=torch.long)
-    l, (start, *_), _ = plan(c, [whole] * num_samples, length, len(after))
+    c, n_params, weight_dtype = model.config, model.n_params, pick_dtype(dtype, dev)
+    # Before open_engine, which changes the weights.
+    model_fingerprint = fingerprint(model, weight_dtype) if save_cache or load_cache else None
+    prefix = load_prefix(load_cache, c, model_fingerprint) if load_cache else None
+
+    # An empty prompt is an end-of-text, after which a new document begins.
+    tokens = tokenizer.encode_ordinary(text) or ([] if prefix else [tokenizer.eot_token])
+    tokens = torch.tensor(tokens, dtype=torch.long)
+    known = torch.cat([prefix.tokens, tokens]) if prefix else tokens           # all tokens before the generated ones
+    suffix_tokens = torch.tensor(tokenizer.encode_ordinary(suffix), dtype=torch.long)
+    l, (start, *_), _ = plan(c, [known] * num_samples, length, len(suffix_tokens))
     seeds = [(seed + i) % 2 ** 63 for i in range(num_samples)]
     sampler = Sampler(seeds, order, tokens_per_step or max(l // 16, 1), threshold, temperature,
                       top_k, top_p, c.mask_id)
     if save_cache:
         need_cache(c)
-    model, new_decoder = open_engine(engine, model, weights, compile)
+    model, new_decoder = open_engine(engine, model, weight_dtype, compile)
     pace = f"threshold {threshold}" if order == "threshold" else f"{sampler.tokens_per_step} tokens a step"
-    print(f"{n_params:,} parameters on {dev}, {chosen}, order {order}, {pace}, seed {seed}", file=sys.stderr)
-    shown = tokenizer.decode(whole[whole != tokenizer.eot_token].tolist())
+    print(f"{n_params:,} parameters on {dev}, {kernels_line}, order {order}, {pace}, seed {seed}", file=sys.stderr)
+
+    shown = tokenizer.decode(known[known != tokenizer.eot_token].tolist())
     printer = Printer(tokenizer, shown, start - (prefix.cache.max_len if prefix else 0),
-                      (len(whole) - start) * num_samples, (length + len(after)) * num_samples, c.mask_id)
+                      (len(known) - start) * num_samples, (length + len(suffix_tokens)) * num_samples, c.mask_id)
     opened = time.time()
     try:
-        printer.read(0)
+        printer.read(0)                                 # prints a prompt of which nothing has to be read
         if save_cache:
             prefix, tokens = read_prefix(model, tokens, prefix, printer.read), tokens[:0]
-            save_prefix(save_cache, prefix, mark)
+            save_prefix(save_cache, prefix, model_fingerprint)
+        # A full-sequence model has one long block, so its progress is shown after steps.
+        on_step = printer.step if watch or (printer.live and c.full_sequence) else None
         out = generate(model, [tokens] * num_samples, length, sampler, new_decoder,
-                       tokenizer.eot_token if stop_at_eot else None, printer.block,
-                       printer.step if watch or (printer.live and c.full_sequence) else None, prefix,
-                       printer.read, after)
+                       tokenizer.eot_token if stop_at_eot else None, printer.block, on_step, prefix, printer.read,
+                       suffix_tokens)
     except KeyboardInterrupt:
         printer.clear()
-        print(f"\nstopped after {printer.made} tokens", file=sys.stderr)
+        print(f"\nstopped after {printer.n_generated} tokens", file=sys.stderr)
         sys.exit(130)
     printer.clear()
     print()
     for i, row in enumerate(out.tokens[1:], 2):
-        print(f"\n--- sample {i} ---\n{shown}{tokenizer.decode(row[len(whole):].tolist())}")
-    made = sum(len(row) for row in out.tokens) - (len(whole) + len(after)) * num_samples
-    print(f"{made} tokens in {out.seconds:.2f} s: {made / out.seconds:.1f} tokens/s, "
+        print(f"\n--- sample {i} ---\n{shown}{tokenizer.decode(row[len(known):].tolist())}")
+    n_generated = sum(len(row) for row in out.tokens) - (len(known) + len(suffix_tokens)) * num_samples
+    print(f"{n_generated} tokens in {out.seconds:.2f} s: {n_generated / out.seconds:.1f} tokens/s, "
           f"{out.forward_passes} forward passes, cache {out.cache_bytes / 2**20:.2f} MiB\n"
           f"before that: imports {imported - STARTED:.1f} s, opening the model {opened - imported:.1f} s, "
           f"preparing steps and reading the prompt {out.start_seconds:.1f} s", file=sys.stderr)
@@ -468,7 +480,7 @@ def main():
 
 if __name__ == "__main__":
     with script("sample.py"):
-        sys.stdout.reconfigure(errors="replace")        # of what a terminal's encoding lacks
-        signal.signal(signal.SIGTERM, signal.default_int_handler)   # ends like Ctrl-C
+        sys.stdout.reconfigure(errors="replace")        # prints "?" where the terminal's encoding lacks a character
+        signal.signal(signal.SIGTERM, signal.default_int_handler)   # a kill ends it as Ctrl-C does
         configure(globals())
         main()
