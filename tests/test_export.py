@@ -160,7 +160,7 @@ def edit_model(folder, **changes):
 
 
 LLAMA = dict(architectures=["LlamaForCausalLM"], auto_map={"AutoModel": "evil.Model"}, model_type="llama", torch_dtype="bfloat16")
-WRONG = "weights of another configuration"
+WRONG = "weights that do not fit its configuration"
 
 
 @pytest.mark.parametrize("damage, message", [
