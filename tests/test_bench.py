@@ -206,7 +206,7 @@ def run_script(monkeypatch, script, *argv):
     ("bench.py", "sample --lengths=64,-64", "lengths must be whole numbers above 0"),
     ("bench.py", "sample --lengths=abc", "lengths must be whole numbers above 0"),
     ("bench.py", "sample --whole=abc", "whole must be whole numbers above 0, but is ['abc']"),
-    ("bench.py", "sample --only=laptop --lengths=300000", "laptop makes at most 262144 tokens"),
+    ("bench.py", "sample --only=laptop --lengths=300000", "lengths must be at most 262144, the rotary capacity of laptop"),
     ("bench.py", "ops --only=adamw,nope", "only must be one of scan, "),
     ("bench.py", "plot", "name what to draw"),
     ("bench.py", "plot {tmp}/binary", "binary cannot be drawn (UnicodeDecodeError); name files"),
