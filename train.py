@@ -8,7 +8,7 @@ parallel.py). Objective: eq. prefix-cache with the weight of eq. bdlm-masked-obj
 Data order and noise are functions of (seed, step, row of the global batch): a resumed run, another
 number of GPUs or another micro-batch continues the same run, up to the order of summation.
 """
-from configurator import ConfigError, check, configure, mute, script, settings_of, tqdm  # first: see quiet_interrupt
+from configurator import ConfigError, check, configure, mute, script, settings_of  # first: see quiet_interrupt
 import contextlib
 import fcntl
 import glob
@@ -26,6 +26,7 @@ from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from data import TokenData, bits_per_byte, noise_generators
 from files import misfit, write_file, writing
 from model import BlockDiffusionLM, ModelConfig, ModelError, train_flops
+from nelbo import nelbo_counts
 from parallel import (Parallel, ShardedAdamW, ampere, compile_layers, lost_rank, matmul_ceiling, pick_dtype,
                       select_kernels, share_of_batch)
 
@@ -111,27 +112,6 @@ def plot_log(path, png):
     fig.tight_layout()
     fig.savefig(png, dpi=120)
     plt.close(fig)
-
-
-@torch.no_grad()
-def validation_nelbo(model, sequences, samples, seed, parallel, autocast, micro, stop=()):
-    """Mean NELBO in nats per token over sequences (n, s), noise seeded per sequence and sample. None if
-    something appears in `stop` before the end, which one process alone can heed."""
-    nats = tokens = 0
-    mine = list(range(parallel.rank, len(sequences), parallel.world))
-    for i in tqdm(range(0, len(mine), micro), "validation", delay=3, leave=False,
-                  disable=None if parallel.rank == 0 else True):            # None: on a terminal alone
-        if stop and parallel.world == 1:
-            return None
-        rows = mine[i:i + micro]
-        x0 = sequences[rows].to(parallel.device)
-        for sample in range(samples):
-            generators = noise_generators(seed, [sample << 32 | row for row in rows])       # as in eval.py
-            with autocast():
-                nats += float(model(x0, generators)) * x0.numel()
-            tokens += x0.numel()
-    nats, tokens = parallel.sum([nats, tokens])
-    return nats / tokens
 
 
 def log_rows(path):
@@ -304,11 +284,13 @@ def main():
 
     def validate():
         """The validation loss after `step` steps, logged where it is not yet; None if a signal cut it off."""
-        model.eval()
-        loss = validation_nelbo(model, val, eval_samples, seed, parallel, autocast,
-                                len(micro_batches[0]), stop)
+        counts = nelbo_counts(model.eval(), val, parallel, autocast, seed, eval_samples,
+                              batch_size=len(micro_batches[0]), stop=stop)
         model.train()
-        if loss is not None and step not in log.validated:
+        if counts is None:
+            return None
+        loss = parallel.sum([counts[..., 0].sum()])[0] / (eval_samples * val.numel())
+        if step not in log.validated:
             if step:
                 log.write(dict(step=step, val_loss=round(loss, 5)))
             say(f"{step:>6}/{max_iters} validation {loss:.4f} nats per token")
