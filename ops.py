@@ -220,6 +220,7 @@ def two_stream_mask(q, kv, block_len, n_clean):
 
 
 @replaceable
+@functools.lru_cache(maxsize=1)
 def two_stream_masks(s, block_len, device):
     """
     The rule above for s tokens in blocks of block_len: boolean masks (n_clean, n_clean) for clean queries and

@@ -31,7 +31,7 @@ from parallel import (Parallel, ShardedAdamW, ampere, compile_layers, lost_rank,
                       select_kernels, share_of_batch)
 
 # ---------------------------------------------------------------------------------------------
-# Settings: the defaults train a small BDLM Mamba-H on bytes in under four minutes on two cores.
+# Settings: the defaults train a small BDLM Mamba-H on bytes in under two minutes on two cores.
 out_dir = "out"                         # where the checkpoint, the log and its picture go
 resume = False                          # continue from out_dir/ckpt.pt
 init_from = ""                          # begin with the weights of this checkpoint; all else starts anew
@@ -45,16 +45,18 @@ block_len = 16                          # tokens of a diffusion block; seq_len f
 attn_every = 2                          # attention at layers 0, attn_every, ...; 1: attention only
 n_layer = 3                             # layers
 n_head = 4                              # attention heads
-d_model = 96                            # width
+d_model = 64                            # width
 d_state = 32                            # Mamba-2 state size
 mamba_head_dim = 64                     # width of a Mamba-2 head
 time_conditioning = False               # modulate noisy tokens by their block's noise level
 reverse_scan = True                     # an ablation if false: Mamba layers scan forward alone
 detach_prefix = False                   # an ablation if true: block losses do not train the prefix
+init_std = 0.1                          # of initial weights; wide models want less, see config/
+embed_std = 1.0                         # of the initial embedding
 # optimisation
 batch_size = 2                          # sequences per step, over all devices
 micro_batch_size = 0                    # sequences a device holds at a time; 0: all of its share
-max_iters = 4500                        # training steps
+max_iters = 3500                        # training steps
 learning_rate = 2e-3                    # peak, after the warm-up
 min_lr = 1e-6                           # at the end of the cosine
 warmup_iters = -1                       # steps of linear warm-up; -1: 200, or a tenth of a shorter run
@@ -65,7 +67,7 @@ grad_clip = 1.0                         # largest norm of the gradient; 0: no cl
 seed = 1337                             # of data order, initialisation and noise
 # evaluation, logging, saving
 eval_only = False                       # validate once, with --resume what was trained, and write nothing
-eval_interval = 1500                    # steps between validations, each with a checkpoint
+eval_interval = 1000                    # steps between validations, each with a checkpoint
 eval_sequences = 64                     # validation sequences, the first of the split
 eval_samples = 2                        # noise samples per validation sequence
 log_interval = 100                      # steps between lines of the log
@@ -185,7 +187,7 @@ def check_settings():
     check(globals(), least=dict(
         batch_size=1, micro_batch_size=0, seq_len=1, max_iters=1, warmup_iters=-1, min_lr=0, weight_decay=0,
         grad_clip=0, beta1=0, beta2=0, seed=0, eval_interval=1, eval_sequences=0, eval_samples=1,
-        log_interval=1, dist_timeout=1), most=dict(batch_size=2 ** 20), above=dict(learning_rate=0),
+        log_interval=1, dist_timeout=1, init_std=0, embed_std=0), most=dict(batch_size=2 ** 20), above=dict(learning_rate=0),
         below=dict(beta1=1, beta2=1, seed=2 ** 32),
         choices=dict(dtype=("auto", "float32", "bfloat16")))
     if warmup_iters < 0:
@@ -234,7 +236,7 @@ def main():
     fields = {f: s[f] for f in ModelConfig.__dataclass_fields__ if f in s}
     config = ModelConfig(**fields)
     torch.manual_seed(seed)
-    model = BlockDiffusionLM(config).to(dev)
+    model = BlockDiffusionLM(config, init_std, embed_std).to(dev)
     micro_batches = share_of_batch(batch_size, micro_batch_size, parallel.rank, parallel.world)
     optimizer = ShardedAdamW(model, learning_rate, (beta1, beta2), weight_decay,
                              parallel.rank, parallel.world)
