@@ -94,7 +94,7 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
     """
     The same function as `ssd_scan_ref`, as matrix products over chunks of at most chunk_len
     positions (state-space duality, Dao & Gu 2024). Differentiable in every tensor argument. With
-    want_states=False the caller ignores the states, and a faster version may return None for them.
+    want_states=False the states are None, and what the last chunk leaves behind is not computed.
     """
     b, s, h, p = x.shape
     assert s % (block_len or s or 1) == 0, f"{s} positions are not whole blocks of {block_len}"
