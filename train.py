@@ -51,7 +51,7 @@ mamba_head_dim = 64                     # width of a Mamba-2 head
 time_conditioning = False               # modulate noisy tokens by their block's noise level
 reverse_scan = True                     # an ablation if false: Mamba layers scan forward alone
 detach_prefix = False                   # an ablation if true: block losses do not train the prefix
-init_std = 0.1                          # of initial weights; wide models want less, see config/
+init_std = 0.1                          # of initial weights; the wide models of config/ take 0.02
 embed_std = 1.0                         # of the initial embedding
 # optimisation
 batch_size = 2                          # sequences per step, over all devices

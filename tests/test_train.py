@@ -1,5 +1,6 @@
 """Training: resume, ranks, baselines, failures. Tiny models on a tiny invented corpus."""
 import contextlib
+import glob
 import importlib.util
 import json
 import os
@@ -17,7 +18,7 @@ import torch
 
 import ops
 from checkpoint import load_checkpoint, save_checkpoint
-from configurator import ConfigError, UserError, configure
+from configurator import ConfigError, UserError, configure, settings_of
 from conftest import make_model
 from data import prepare_stdlib
 from model import BlockDiffusionLM, ModelConfig, ModelError
@@ -402,6 +403,17 @@ def test_a_run_ends_well_without_matplotlib_and_without_tqdm(corpus, tmp_path, m
                           cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert ("loss.png, which needs matplotlib: pip install matplotlib" in done.stdout) == (missing == "matplotlib")
+
+
+def test_the_laptop_config_is_the_default_and_the_others_start_from_smaller_weights():
+    default = settings_of(vars(load("train", [])))
+    assert settings_of(vars(load("train", ["config/laptop.py"]))) == default
+    for path in glob.glob(os.path.join(ROOT, "config", "*.py")):
+        settings = vars(load("train", [path]))
+        assert path.endswith("laptop.py") or settings["init_std"] == settings["embed_std"] == 0.02
+    config = ModelConfig(**{name: default[name] for name in ModelConfig.__dataclass_fields__ if name in default})
+    model = BlockDiffusionLM(config, default["init_std"], default["embed_std"])
+    assert [round(float(x.weight.detach().std()), 2) for x in (model.embed, model.layers[0].mixer.qkv)] == [1.0, 0.1]
 
 
 def test_from_elsewhere_a_config_is_found_in_the_repository(corpus, tmp_path):
