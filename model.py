@@ -190,8 +190,8 @@ class Attention(nn.Module):
     def project(self, u, rope):
         """u (b, s, d) -> q, k, v, each (b, h, s, e) with e = d / h; q and k are rotated."""
         qkv = self.qkv(u).unflatten(-1, (3, self.n_head, -1))                  # (b, s, 3, h, e)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)                         # (b, h, s, e) each
-        return rotate(q, *rope), rotate(k, *rope), v
+        qk, v = qkv.permute(2, 0, 3, 1, 4).split([2, 1])                       # (2, b, h, s, e), (1, b, h, s, e)
+        return *rotate(qk, *rope), *v
 
     def merge(self, y):
         """y (b, h, s, e) -> (b, s, d)."""
@@ -394,8 +394,9 @@ class Layer(nn.Module):
 class BlockDiffusionLM(nn.Module):
     """
     Initialisation (n = number of layers)
-      embedding, projections, MLP      N(0, 0.02), biases 0
-      projections into the residual    N(0, 0.02 / sqrt(2 n)) in hybrid layers; DDiT gates start at 0
+      embedding                        N(0, embed_std)
+      projections, MLP                 N(0, init_std), biases 0
+      projections into the residual    N(0, init_std / sqrt(2 n)) in hybrid layers; DDiT gates start at 0
       AdaLN, head                      0: the untrained loss is ln(vocabulary - 1)
       norms, Mamba's D                 1
       Mamba's A, dt                    A uniform in [1, 16]; dt log-uniform in [1e-3, 0.1] through the
@@ -403,7 +404,7 @@ class BlockDiffusionLM(nn.Module):
       convolution                      uniform in +-1/sqrt(width), weight and bias
     """
 
-    def __init__(self, config):
+    def __init__(self, config, init_std=0.02, embed_std=0.02):
         super().__init__()
         self.config = config
         d = config.d_model
@@ -414,15 +415,16 @@ class BlockDiffusionLM(nn.Module):
         self.adaln = nn.Linear(d, 2 * d)
         self.head = nn.Linear(d, config.vocab_size, bias=False)
         self._rope = None                               # (device and dtype, table of cos and sin)
-        self.init_weights()
+        self.init_weights(init_std, embed_std)
 
     @torch.no_grad()
-    def init_weights(self):
-        residual = 0.02 / math.sqrt(2 * self.config.n_layer) if self.config.hybrid else 0.02
+    def init_weights(self, init_std, embed_std):
+        residual = init_std / math.sqrt(2 * self.config.n_layer) if self.config.hybrid else init_std
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 into_residual = name.endswith(("out_proj", "mlp.2")) and name.startswith("layers")
-                nn.init.normal_(module.weight, std=residual if into_residual else 0.02)
+                std = embed_std if name == "embed" else residual if into_residual else init_std
+                nn.init.normal_(module.weight, std=std)
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
             if name.endswith("adaln") or name == "head":        # every gated layer starts as the identity

@@ -235,7 +235,7 @@ class ShardedAdamW:
                 shard.copy_(flat[part])
         self.adamw = torch.optim.AdamW(
             [dict(params=[f["shard"]], weight_decay=f["weight_decay"]) for f in self.flats],
-            lr=lr, betas=betas, eps=1e-8, fused=self.flats[0]["flat"].is_cuda)
+            lr=lr, betas=betas, eps=1e-8, fused=True)
 
     def reduce(self):
         """Sums gradients over ranks, each rank keeping its slice: the loss was divided by the whole batch already.
@@ -294,8 +294,7 @@ class ShardedAdamW:
         which any number of ranks may have written."""
         for f in self.flats:
             f["shard"].copy_(f["flat"][f["part"]])
-            state = dict(step=torch.tensor(float(saved["step"]), device=f["shard"].device
-                                           if f["shard"].is_cuda else "cpu"))
+            state = dict(step=torch.tensor(float(saved["step"]), device=f["shard"].device))
             for key in ("exp_avg", "exp_avg_sq"):
                 full = torch.zeros_like(f["flat"])
                 for name, (at, shape) in f["places"].items():

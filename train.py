@@ -8,7 +8,7 @@ parallel.py). Objective: eq. prefix-cache with the weight of eq. bdlm-masked-obj
 Data order and noise are functions of (seed, step, row of the global batch): a resumed run, another
 number of GPUs or another micro-batch continues the same run, up to the order of summation.
 """
-from configurator import ConfigError, check, configure, mute, script, settings_of, tqdm  # first: see quiet_interrupt
+from configurator import ConfigError, check, configure, mute, script, settings_of  # first: see quiet_interrupt
 import contextlib
 import fcntl
 import glob
@@ -26,11 +26,12 @@ from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from data import TokenData, bits_per_byte, noise_generators
 from files import misfit, write_file, writing
 from model import BlockDiffusionLM, ModelConfig, ModelError, train_flops
+from nelbo import nelbo_counts
 from parallel import (Parallel, ShardedAdamW, ampere, compile_layers, lost_rank, matmul_ceiling, pick_dtype,
                       select_kernels, share_of_batch)
 
 # ---------------------------------------------------------------------------------------------
-# Settings: the defaults train a small BDLM Mamba-H on bytes in under four minutes on two cores.
+# Settings: the defaults train a small BDLM Mamba-H on bytes in under two minutes on two cores.
 out_dir = "out"                         # where the checkpoint, the log and its picture go
 resume = False                          # continue from out_dir/ckpt.pt
 init_from = ""                          # begin with the weights of this checkpoint; all else starts anew
@@ -44,16 +45,18 @@ block_len = 16                          # tokens of a diffusion block; seq_len f
 attn_every = 2                          # attention at layers 0, attn_every, ...; 1: attention only
 n_layer = 3                             # layers
 n_head = 4                              # attention heads
-d_model = 96                            # width
+d_model = 64                            # width
 d_state = 32                            # Mamba-2 state size
 mamba_head_dim = 64                     # width of a Mamba-2 head
 time_conditioning = False               # modulate noisy tokens by their block's noise level
 reverse_scan = True                     # an ablation if false: Mamba layers scan forward alone
 detach_prefix = False                   # an ablation if true: block losses do not train the prefix
+init_std = 0.1                          # of initial weights; the wide models of config/ take 0.02
+embed_std = 1.0                         # of the initial embedding
 # optimisation
 batch_size = 2                          # sequences per step, over all devices
 micro_batch_size = 0                    # sequences a device holds at a time; 0: all of its share
-max_iters = 4500                        # training steps
+max_iters = 3500                        # training steps
 learning_rate = 2e-3                    # peak, after the warm-up
 min_lr = 1e-6                           # at the end of the cosine
 warmup_iters = -1                       # steps of linear warm-up; -1: 200, or a tenth of a shorter run
@@ -64,7 +67,7 @@ grad_clip = 1.0                         # largest norm of the gradient; 0: no cl
 seed = 1337                             # of data order, initialisation and noise
 # evaluation, logging, saving
 eval_only = False                       # validate once, with --resume what was trained, and write nothing
-eval_interval = 1500                    # steps between validations, each with a checkpoint
+eval_interval = 1000                    # steps between validations, each with a checkpoint
 eval_sequences = 64                     # validation sequences, the first of the split
 eval_samples = 2                        # noise samples per validation sequence
 log_interval = 100                      # steps between lines of the log
@@ -111,27 +114,6 @@ def plot_log(path, png):
     fig.tight_layout()
     fig.savefig(png, dpi=120)
     plt.close(fig)
-
-
-@torch.no_grad()
-def validation_nelbo(model, sequences, samples, seed, parallel, autocast, micro, stop=()):
-    """Mean NELBO in nats per token over sequences (n, s), noise seeded per sequence and sample. None if
-    something appears in `stop` before the end, which one process alone can heed."""
-    nats = tokens = 0
-    mine = list(range(parallel.rank, len(sequences), parallel.world))
-    for i in tqdm(range(0, len(mine), micro), "validation", delay=3, leave=False,
-                  disable=None if parallel.rank == 0 else True):            # None: on a terminal alone
-        if stop and parallel.world == 1:
-            return None
-        rows = mine[i:i + micro]
-        x0 = sequences[rows].to(parallel.device)
-        for sample in range(samples):
-            generators = noise_generators(seed, [sample << 32 | row for row in rows])       # as in eval.py
-            with autocast():
-                nats += float(model(x0, generators)) * x0.numel()
-            tokens += x0.numel()
-    nats, tokens = parallel.sum([nats, tokens])
-    return nats / tokens
 
 
 def log_rows(path):
@@ -205,7 +187,7 @@ def check_settings():
     check(globals(), least=dict(
         batch_size=1, micro_batch_size=0, seq_len=1, max_iters=1, warmup_iters=-1, min_lr=0, weight_decay=0,
         grad_clip=0, beta1=0, beta2=0, seed=0, eval_interval=1, eval_sequences=0, eval_samples=1,
-        log_interval=1, dist_timeout=1), most=dict(batch_size=2 ** 20), above=dict(learning_rate=0),
+        log_interval=1, dist_timeout=1, init_std=0, embed_std=0), most=dict(batch_size=2 ** 20), above=dict(learning_rate=0),
         below=dict(beta1=1, beta2=1, seed=2 ** 32),
         choices=dict(dtype=("auto", "float32", "bfloat16")))
     if warmup_iters < 0:
@@ -254,7 +236,7 @@ def main():
     fields = {f: s[f] for f in ModelConfig.__dataclass_fields__ if f in s}
     config = ModelConfig(**fields)
     torch.manual_seed(seed)
-    model = BlockDiffusionLM(config).to(dev)
+    model = BlockDiffusionLM(config, init_std, embed_std).to(dev)
     micro_batches = share_of_batch(batch_size, micro_batch_size, parallel.rank, parallel.world)
     optimizer = ShardedAdamW(model, learning_rate, (beta1, beta2), weight_decay,
                              parallel.rank, parallel.world)
@@ -304,11 +286,13 @@ def main():
 
     def validate():
         """The validation loss after `step` steps, logged where it is not yet; None if a signal cut it off."""
-        model.eval()
-        loss = validation_nelbo(model, val, eval_samples, seed, parallel, autocast,
-                                len(micro_batches[0]), stop)
+        counts = nelbo_counts(model.eval(), val, parallel, autocast, seed, eval_samples,
+                              batch_size=len(micro_batches[0]), stop=stop)
         model.train()
-        if loss is not None and step not in log.validated:
+        if counts is None:
+            return None
+        loss = parallel.sum([counts[..., 0].sum()])[0] / (eval_samples * val.numel())
+        if step not in log.validated:
             if step:
                 log.write(dict(step=step, val_loss=round(loss, 5)))
             say(f"{step:>6}/{max_iters} validation {loss:.4f} nats per token")

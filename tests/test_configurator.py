@@ -131,7 +131,7 @@ def test_whether_a_file_can_be_written_is_known_beforehand(tmp_path, monkeypatch
 def test_a_config_file_of_the_repository_is_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = {name: 0 for name in ("vocab_size seq_len block_len attn_every n_layer n_head d_model d_state "
-                                     "mamba_head_dim").split()}
+                                     "mamba_head_dim").split()} | dict(init_std=0.0, embed_std=0.0)
     assert configure(dict(settings), ["config/laptop.py"])["seq_len"] == 256
     with pytest.raises(ConfigError, match="config file laptops.py does not exist; config/ has .*laptop, "):
         configure(settings, ["laptops.py"])

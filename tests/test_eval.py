@@ -21,9 +21,9 @@ from checkpoint import save_checkpoint
 from configurator import configure
 from data import (TASKS, DataError, encode_choices, get_tokenizer, load_questions, noise_generators,
                   prepare_stdlib, task_paths)
-from eval import (answer_rows, credit, masked_cross_entropy, nelbo_counts, nelbo_figures, ratio, score_answers,
-                  sequence_nelbo, task_figures, text_figures)
+from eval import answer_rows, credit, nelbo_figures, ratio, score_answers, task_figures, text_figures
 from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file
+from nelbo import masked_cross_entropy, nelbo_counts, sequence_nelbo
 from paper import PARAMS, RESULTS
 from tools import prepare
 

@@ -76,10 +76,11 @@ def test_the_laptop_commands_run(corpus, tmp_path):  # noqa: F811
     tiny = {"train.py": [*TINY, "--max_iters=2", f"--data={corpus}", f"--out_dir={tmp_path}"],
             "sample.py": ["--length=20", f"--out_dir={tmp_path}", "--device=cpu"],
             "eval.py": [f"--checkpoint={tmp_path}/ckpt.pt", "--sequences=2"], "model.py": []}
-    for command in ours:
+    for i, command in enumerate(ours):
         _, script, *flags = shlex.split(command)
-        elsewhere = [f"--out_dir={tmp_path}/other"] * any(f.startswith("--out_dir") for f in flags)
-        flags = [f for f in flags if not f.startswith(("--out_dir", "--max_iters"))]
+        elsewhere = [f"--out_dir={tmp_path}/{i}"] * any(f.startswith("--out_dir") for f in flags)
+        flags = [f.replace("--init_from=out", f"--init_from={tmp_path}") for f in flags
+                 if not f.startswith(("--out_dir", "--max_iters"))]
         done = subprocess.run([sys.executable, script, *flags, *tiny[script], *elsewhere], cwd=ROOT, text=True,
                               capture_output=True, timeout=120)
         assert done.returncode == 0, (command, done.stderr[-2000:])

@@ -1,5 +1,6 @@
 """Training: resume, ranks, baselines, failures. Tiny models on a tiny invented corpus."""
 import contextlib
+import glob
 import importlib.util
 import json
 import os
@@ -15,15 +16,14 @@ import numpy as np
 import pytest
 import torch
 
-import eval as evaluation
 import ops
-from checkpoint import load_checkpoint
-from configurator import ConfigError, UserError, configure
+from checkpoint import load_checkpoint, save_checkpoint
+from configurator import ConfigError, UserError, configure, settings_of
 from conftest import make_model
-from data import TokenData, prepare_stdlib
+from data import prepare_stdlib
 from model import BlockDiffusionLM, ModelConfig, ModelError
 from paper import transfer_lr
-from parallel import Parallel, ShardedAdamW, ampere, pick_dtype, select_kernels
+from parallel import ShardedAdamW, ampere, pick_dtype, select_kernels
 from train import Log, learning_rate_at
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
@@ -43,12 +43,18 @@ def corpus(tmp_path_factory):
     return str(out)
 
 
-def run(argv, monkeypatch=None, patch=None):
-    """train.py's main in this process, with its own globals."""
-    spec = importlib.util.spec_from_file_location("train_under_test", os.path.join(ROOT, "train.py"))
+def load(script, argv):
+    """train.py or eval.py as a module with globals of its own, configured."""
+    spec = importlib.util.spec_from_file_location(f"{script}_under_test", os.path.join(ROOT, f"{script}.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     configure(vars(module), argv)
+    return module
+
+
+def run(argv, monkeypatch=None, patch=None):
+    """train.py's main in this process, with its own globals."""
+    module = load("train", argv)
     if patch:
         patch(module)
     handlers = [signal.getsignal(s) for s in SIGNALS]
@@ -399,6 +405,17 @@ def test_a_run_ends_well_without_matplotlib_and_without_tqdm(corpus, tmp_path, m
     assert ("loss.png, which needs matplotlib: pip install matplotlib" in done.stdout) == (missing == "matplotlib")
 
 
+def test_the_laptop_config_is_the_default_and_the_others_start_from_smaller_weights():
+    default = settings_of(vars(load("train", [])))
+    assert settings_of(vars(load("train", ["config/laptop.py"]))) == default
+    for path in glob.glob(os.path.join(ROOT, "config", "*.py")):
+        settings = vars(load("train", [path]))
+        assert path.endswith("laptop.py") or settings["init_std"] == settings["embed_std"] == 0.02
+    config = ModelConfig(**{name: default[name] for name in ModelConfig.__dataclass_fields__ if name in default})
+    model = BlockDiffusionLM(config, default["init_std"], default["embed_std"])
+    assert [round(float(x.weight.detach().std()), 2) for x in (model.embed, model.layers[0].mixer.qkv)] == [1.0, 0.1]
+
+
 def test_from_elsewhere_a_config_is_found_in_the_repository(corpus, tmp_path):
     done = subprocess.run([sys.executable, os.path.join(ROOT, "train.py"), "config/laptop.py", *TINY,
                            f"--data={corpus}", "--out_dir=here"], cwd=tmp_path, capture_output=True, text=True)
@@ -420,17 +437,26 @@ def test_a_run_begins_with_the_weights_of_another_block_length(corpus, tmp_path,
     """And its first validation is what eval.py finds for these weights at that block length."""
     first, second, tiny = tmp_path / "a", tmp_path / "b", TINY + [f"--data={corpus}"]
     run(tiny + [f"--out_dir={first}"])
-    capsys.readouterr()
-    run(tiny + [f"--out_dir={second}", f"--init_from={first}", f"--block_len={block_len}", "--eval_samples=2"])
-    shown = re.search(r" 0/4 validation (\d+\.\d+) nats", capsys.readouterr().out)
-    weights = load_checkpoint(first / "ckpt.pt")
+    weights, found = load_checkpoint(first / "ckpt.pt"), []
     config = ModelConfig(**{**weights["config"], "block_len": block_len})
     model = BlockDiffusionLM(config)
     model.load_state_dict(weights["model"])
-    x = TokenData(corpus, "val", "bytes").sequences(32, 4)
-    with torch.no_grad():
-        counts = evaluation.nelbo_counts(model.eval(), x, Parallel("cpu", 60), contextlib.nullcontext, 1337, 2)
-    assert float(shown[1]) == pytest.approx(counts[..., 0].mean(1).sum() / x.numel(), abs=6e-5)      # it has 4 decimals
+    save_checkpoint(tmp_path / "ckpt.pt", model, tokenizer="bytes")
+    load("eval", [f"--checkpoint={tmp_path}", f"--data={corpus}", "--sequences=4", "--mc=2", "--device=cpu",
+                  f"--out={tmp_path}/eval.json"]).main()
+    nelbo = json.loads((tmp_path / "eval.json").read_text())["results"][0]["text"][corpus]["nelbo"]
+
+    def patch(module):                                  # more digits of the validation than are printed
+        counting = module.nelbo_counts
+        module.nelbo_counts = lambda *args, **kwargs: found.append(counting(*args, **kwargs)) or found[-1]
+    begun = [f"--out_dir={second}", f"--init_from={first}", f"--block_len={block_len}", "--eval_samples=2"]
+    for more in (["--eval_only"], []):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) if more else contextlib.nullcontext():
+            run(tiny + begun + more, patch=patch)
+        assert f" 0/4 validation {nelbo:.4f} nats" in capsys.readouterr().out
+    assert found[0][..., 0].sum() / (4 * 2 * 32) == pytest.approx(nelbo, abs=1e-5)
+    assert found[1].tolist() == found[0].tolist()
     record = load_checkpoint(second / "ckpt.pt", "optimizer")
     assert record["step"] == record["optimizer"]["step"] == 4 and record["config"]["block_len"] == block_len
 

@@ -70,7 +70,7 @@ def test_a_run_that_was_interrupted_logs_the_bytes_of_one_that_was_not(corpus, t
     argv = TINY + [f"--data={corpus}", f"--out_dir={out}", "--log_interval=3", "--max_iters=8", "--eval_interval=4"]
 
     def patch(module):
-        name = {"validation": "validation_nelbo", "step": "learning_rate_at"}[place]
+        name = {"validation": "nelbo_counts", "step": "learning_rate_at"}[place]
         real = getattr(module, name)
 
         def interrupted(*args, **kwargs):
@@ -91,7 +91,7 @@ def test_an_interrupt_of_the_validation_that_is_made_up_for_loses_it_neither(cor
     argv = TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", "--log_interval=3", "--max_iters=8", "--eval_interval=4"]
 
     def patch(module):
-        module.validation_nelbo = lambda *args: os.kill(os.getpid(), signal.SIGTERM)
+        module.nelbo_counts = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM)
     for more in ([], ["--resume"], ["--resume"]):
         with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
             run(argv + more, patch=patch)
