@@ -21,6 +21,7 @@ import torch
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
 torch.set_num_threads(1)                                # these models are too small for more
 
+from checkpoint import export, save_checkpoint  # noqa: E402
 from configurator import configure  # noqa: E402
 from data import prepare_stdlib  # noqa: E402
 from decoders import Sampler  # noqa: E402
@@ -98,6 +99,55 @@ def corpus(tmp_path_factory):
     out = tmp_path_factory.mktemp("data") / "c4"
     prepare_stdlib(str(out), root=str(source))
     return str(out)
+
+
+@pytest.fixture(scope="session")
+def trained(corpus, tmp_path_factory):
+    """The folder of a finished run of eight steps."""
+    out = str(tmp_path_factory.mktemp("trained"))
+    run_train(TINY + [f"--data={corpus}", f"--out_dir={out}", "--log_interval=3", "--max_iters=8", "--eval_interval=4"])
+    return out
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory, corpus):
+    """Untrained checkpoints of a block model and a full-sequence model on bytes."""
+    paths = []
+    for name in ("mamba_h", "attention"):
+        attn_every, block_len = ARCHITECTURES[name]
+        model = BlockDiffusionLM(ModelConfig(
+            vocab_size=258, seq_len=32, block_len=block_len, attn_every=attn_every, n_layer=2, n_head=2,
+            d_model=32, d_state=8, mamba_head_dim=16, chunk_len=4))
+        paths.append(str(tmp_path_factory.mktemp("out") / "ckpt.pt"))
+        save_checkpoint(paths[-1], model, step=0, tokenizer="bytes",
+                        settings=dict(learning_rate=4e-3, data=corpus))
+    return paths
+
+
+QUESTION = dict(task="piqa", id="1", context="a", choices=[" b", " c"], gold=0)
+
+
+def write_rows(path, rows):
+    """Questions, or ready lines, as a JSONL file."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(f"{line}\n" for line in lines), errors="surrogateescape")
+    return path
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with a checkpoint of a model of bytes, and the model."""
+    model = make_model("mamba_h", torch.float32, vocab_size=258)
+    save_checkpoint(str(tmp_path / "out" / "ckpt.pt"), model, step=7, tokenizer="bytes",
+                    settings=dict(data="data/x", learning_rate=1e-3, out_dir="/home/somebody"))
+    return str(tmp_path / "out"), model
+
+
+def exported(saved, **how):
+    """The folder of an export, beside the checkpoint's."""
+    folder = os.path.join(os.path.dirname(saved[0]), "export")
+    export(saved[0], folder, **how)
+    return folder
 
 
 # -- scripts --------------------------------------------------------------------------------------
