@@ -18,9 +18,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_faults import script
-from test_train import TINY, corpus  # noqa: F401  (a fixture)
 
+from conftest import TINY, script
 from tools import sweep
 
 CASES = int(os.environ.get("FUZZ", 200))
@@ -64,7 +63,7 @@ def execute(argv, here):
 
 
 @pytest.fixture(scope="module")
-def sound(corpus, tmp_path_factory):  # noqa: F811
+def sound(corpus, tmp_path_factory):
     """A folder with every file that a script reads."""
     here = tmp_path_factory.mktemp("sound")
     shutil.copytree(corpus, here / "data")
