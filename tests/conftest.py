@@ -14,12 +14,13 @@ from pathlib import Path
 
 # Idle OpenMP threads sleep: spinning, they take the cores from whatever else the machine runs.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OMP_NUM_THREADS", "1")           # these models are too small for more
 
 import pytest
 import torch
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
-torch.set_num_threads(1)                                # these models are too small for more
+torch.set_num_threads(1)
 
 from checkpoint import export, save_checkpoint  # noqa: E402
 from configurator import configure  # noqa: E402

@@ -2,6 +2,7 @@
 import dataclasses
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -212,6 +213,15 @@ def test_weight_decay_falls_on_matrices_only():
         "bias", "weight", "norm_weight", "conv_bias", "A_log", "dt_bias", "D"}
     assert all("norm" in names[id(p)] for p in rest["params"] if names[id(p)].endswith("weight"))
     assert len(decay["params"]) + len(rest["params"]) == len(names) and rest["weight_decay"] == 0
+
+
+def test_timesteps_have_the_precision_of_the_model():
+    embedding = make_model("mamba_h", time_conditioning=True).time
+    inside, t = [], torch.tensor([0.123456789012345], dtype=torch.float64)
+    embedding.mlp.register_forward_hook(lambda module, inputs, output: inside.append(inputs[0]))
+    embedding(t)
+    freq = 10_000.0 ** (-np.arange(128) / 128)
+    np.testing.assert_allclose(inside[0][0, :128].numpy(), np.cos(1000 * float(t) * freq), atol=1e-12)
 
 
 # -- files --

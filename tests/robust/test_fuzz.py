@@ -5,12 +5,10 @@ never a traceback, nor a write outside the output folder. All in one process, 20
 """
 import copy
 import gzip
-import io
 import json
 import os
 import random
 import re
-import runpy
 import shutil
 import sys
 import traceback
