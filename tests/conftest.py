@@ -212,9 +212,9 @@ def script(name, *argv):
     return status, out.getvalue(), err.getvalue()
 
 
-# Processes are forked from a server that has imported torch, which saves two seconds each.
+# Processes are forked from a server that has imported what takes seconds.
 FORKING = multiprocessing.get_context("forkserver")
-FORKING.set_forkserver_preload(["torch", "matplotlib.pyplot", "tiktoken", "conftest"])
+FORKING.set_forkserver_preload(["torch._dynamo", "matplotlib.pyplot", "tiktoken"])  # AdamW imports _dynamo
 
 
 def child_main(argv, environment, paths):
@@ -230,10 +230,14 @@ class Child:
     """`python argv...`, a script in a process of its own, which prints to two files in `folder`."""
 
     def __init__(self, folder, *argv, **environment):
-        self.paths = [os.path.join(folder, f"{time.monotonic_ns()}.{kind}") for kind in ("out", "err")]
-        for path in self.paths:
+        name = os.path.join(folder, str(time.monotonic_ns()))
+        self.start(argv, environment, [f"{name}.out", f"{name}.err"])
+
+    def start(self, argv, environment, paths):
+        self.paths = paths
+        for path in paths:
             open(path, "w").close()
-        self.process = FORKING.Process(target=child_main, args=(argv, environment, self.paths))
+        self.process = FORKING.Process(target=child_main, args=(argv, environment, paths))
         self.process.start()
 
     def printed(self):
