@@ -1,10 +1,8 @@
-"""Text into tokens and tokens into training windows; a preparation that is stopped goes on. No network is used."""
+"""Text into tokens, and tokens into training windows and bytes."""
 import gzip
 import itertools
 import json
 import os
-import random
-import signal
 import time
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import pytest
 import torch
 
 import data
-from conftest import ROOT, status
+from conftest import ROOT
 from tools import prepare
 
 zstandard = pytest.importorskip("zstandard")
@@ -201,69 +199,3 @@ def test_the_default_corpus_is_the_standard_library_split_by_file(tmp_path):
     first = folder_bytes(tmp_path / "data" / "stdlib")
     data.prepare_stdlib(tmp_path / "again", tmp_path / "lib")
     assert folder_bytes(tmp_path / "again") == first
-
-
-# -- stopped, and started again -------------------------------------------------------------------
-
-def test_a_preparation_stopped_at_any_write_goes_on_to_identical_files(tmp_path, monkeypatch):
-    path = write_jsonl(tmp_path / "in.jsonl.gz", documents(TEXTS[:40]))
-    monkeypatch.setattr(prepare, "BATCH_BYTES", 500)
-    monkeypatch.setattr(prepare, "SAVE_TOKENS", 400)
-    settings = dict(train=[path], val_fraction=0.2)
-    prepared(tmp_path / "whole", **settings)
-    real = {name: getattr(data.os, name) for name in ("fsync", "replace")}
-
-    class Killed(BaseException):
-        pass
-
-    def dies_at(count):
-        calls = itertools.count()
-
-        def dying(real):
-            def call(*args):
-                if next(calls) == count:
-                    raise Killed
-                real(*args)
-                if next(calls) == count:
-                    raise Killed
-            return call
-        for name in real:
-            monkeypatch.setattr(data.os, name, dying(real[name]))
-
-    for count in range(10_000):
-        out = tmp_path / f"out{count}"
-        dies_at(count)
-        try:
-            prepared(out, **settings)
-            finished = True
-        except Killed:
-            finished = False
-        for name in real:
-            monkeypatch.setattr(data.os, name, real[name])
-        if finished:
-            break
-        prepared(out, **settings)
-        assert folder_bytes(out) == folder_bytes(tmp_path / "whole"), count
-    assert count > 20
-
-
-def test_a_killed_preparation_goes_on_to_identical_files(tmp_path, child):
-    numbers = random.Random(0)
-    words = ["block", "naïve", "noise", "\u2713", "state"]
-    texts = [" ".join(numbers.choices(words, k=300)) for _ in range(1500)]
-    paths = [write_jsonl(tmp_path / f"{i}.jsonl.zst", documents(texts[i::2])) for i in range(2)]
-    command = ["jsonl", paths[0], "--val", paths[1], "--tokenizer", "bytes", "--out"]
-    assert status(child(*command, tmp_path / "whole")) == 0
-    progress, kills = tmp_path / "out" / "progress.json", 0
-    for attempt in range(8):
-        before = progress.read_bytes() if progress.is_file() else b""
-        process = child(*command, tmp_path / "out")
-        while process.is_alive() and (not progress.is_file() or progress.read_bytes() == before):
-            time.sleep(0.001)
-        time.sleep(numbers.uniform(0, 0.02))
-        process.kill()
-        kills += status(process) == -signal.SIGKILL
-    assert kills >= 2
-    assert status(child(*command, tmp_path / "out")) == 0
-    whole, out = folder_bytes(tmp_path / "whole"), folder_bytes(tmp_path / "out")
-    assert whole == out and len(whole) > 10

@@ -14,12 +14,10 @@ import torch
 import eval as evaluation
 from checkpoint import save_checkpoint
 from conftest import (ARCHITECTURES, BLOCK_MODELS, QUESTION, make_model, script, start_ranks, write_rows)
-from data import TASKS, encode_choices, get_tokenizer, load_questions, noise_generators
-from eval import (credit, masked_cross_entropy, nelbo_counts, nelbo_figures, ratio, score_answers, sequence_nelbo,
-                  task_figures, text_figures)
-from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file
-from paper import PARAMS, RESULTS
-from tools import prepare
+from data import TASKS, get_tokenizer, load_questions, noise_generators
+from eval import (masked_cross_entropy, nelbo_counts, nelbo_figures, ratio, score_answers, sequence_nelbo,
+                  task_figures)
+from model import BlockDiffusionLM, ModelConfig, ModelError
 
 all_models = pytest.mark.parametrize("name", ARCHITECTURES)
 block_models = pytest.mark.parametrize("name", BLOCK_MODELS)
@@ -145,22 +143,6 @@ def test_the_evaluated_number_is_the_training_objective_for_the_same_noise(name)
     assert counts_of(model, x, seed=5)[..., 0].sum() / x.numel() == pytest.approx(float(loss))
 
 
-@all_models
-def test_stratified_noise_levels_stay_in_their_strata(name):
-    model = make_model(name)
-    x = torch.zeros(3, 32, dtype=torch.long)
-    whole, is_masked = model.draw_noise(x, noise_generators(5, range(3)))
-    for j in range(4):
-        t, _ = model.draw_noise(x, noise_generators(5, range(3)), stratum=(j, 4))
-        torch.testing.assert_close(t - t.new_tensor(1e-3), (whole - 1e-3 + j * (1 - 1e-3)) / 4)
-    counts = counts_of(model, x, seed=5, mc=4, stratified=True)
-    for j in range(4):
-        noise = model.draw_noise(x, noise_generators(5, [j << 32 | i for i in range(3)]), (j, 4))
-        np.testing.assert_allclose(counts[:, j], sequence_nelbo(model, x, *noise[::-1]))
-    t, same = model.draw_noise(x, noise_generators(5, range(3)), stratum=(0, 1))
-    assert torch.equal(t, whole) and torch.equal(same, is_masked)
-
-
 def test_logits_and_log_sum_exp_are_fp32_whatever_the_model_runs_in():
     model = make_model("mamba_h", torch.float32)
     hidden = torch.randn(40, 16, generator=torch.Generator().manual_seed(8)).bfloat16()
@@ -260,16 +242,6 @@ def test_the_nelbo_of_an_answer_agrees_with_its_exact_bound(name):
     assert abs(value - exact_bound(model, x, known=14)) < 3 * se < 0.15 * value
 
 
-@block_models
-def test_a_context_is_read_once_for_all_choices_of_a_question(name, monkeypatch):
-    model, read = make_model(name), []
-    prefill = model.prefill
-    monkeypatch.setattr(model, "prefill", lambda x, cache: (read.append(x.numel()), prefill(x, cache)))
-    context = list(range(19))
-    scores_of(model, [[(context, [1, 2, 3]), (context, [4]), (context, [5, 6])]], budget=24)
-    assert sum(read) == 16                              # two whole blocks of 8; the rest is active
-
-
 # -- question sets -------------------------------------------------------------------------------
 
 BYTES = get_tokenizer("bytes")
@@ -291,12 +263,6 @@ def test_accuracy_per_token_accuracy_ties_and_baselines(tmp_path):
     assert f["majority"] == 75
     assert f["uniform"] == pytest.approx(100 * (0 + 1 / 3 + 0.5 + 0.5) / 4)
     assert f["acc_se"] == pytest.approx(100 * np.std([0, 1, 0.5, 1], ddof=1) / 2)
-
-
-def test_choices_that_differ_by_rounding_share_the_credit():
-    exists, gold = np.array([[True, True, False]]), np.array([0])
-    assert credit(np.array([[3 + 1e-9, 3, 0]]), exists, gold)[0] == 0.5
-    assert credit(np.array([[3 + 1e-4, 3, 0]]), exists, gold)[0] == 0
 
 
 def uniform(model):
@@ -321,36 +287,6 @@ def test_a_uniform_model_scores_chance_per_token_and_its_baseline_in_sums(tmp_pa
     torch.nn.init.normal_(model.head.weight)
     f = task_figures(rows, scores_of(model, [row["pairs"] for row in rows]))
     assert 0 < abs(f["acc"] - f["chance"]) < 3 * f["acc_se"] < 12
-
-
-def test_winogrande_scores_the_shared_suffix_and_arc_takes_3_to_5_choices(tmp_path):
-    rows = [prepare.question("arc_challenge", dict(id=str(n), question="Why?", answerKey="C", choices=dict(
-        text=[f"it {i}" for i in range(n)], label=list("ABCDE"[:n]))), n) for n in (3, 4, 5)]
-    rows.append(prepare.question("winogrande", dict(
-        sentence="Ann beat Bob so _ won it.", option1="Ann", option2="Bob", answer="2"), 1))
-    rows = load_questions(write_rows(tmp_path / "arc_challenge.jsonl", rows), BYTES, 64)
-    assert [len(row["pairs"]) for row in rows] == [3, 4, 5, 2] and [row["gold"] for row in rows] == [2, 2, 2, 1]
-    assert [(bytes(c), bytes(a)) for c, a in rows[3]["pairs"]] == [
-        (b"Ann beat Bob so Ann", b" won it."), (b"Ann beat Bob so Bob", b" won it.")]
-
-
-def test_context_and_choice_are_encoded_as_one_string_and_cut_on_the_left():
-    pairs, _ = encode_choices(BYTES, ["ab ", "ab "], [" c", " de"], 99)
-    assert [(bytes(c), bytes(a)) for c, a in pairs] == [(b"ab", b"  c"), (b"ab", b"  de")]
-    row = ["0123456789"] * 2, [" a", " bcd"]
-    pairs, cut = encode_choices(BYTES, *row, 7)
-    assert [bytes(c) for c, _ in pairs] == [b"789"] * 2 and cut == 7
-    assert [bytes(a) for _, a in pairs] == [b" a", b" bcd"]
-    assert encode_choices(BYTES, *row, 2)[0][1] == ([], list(b" bcd"))         # answers stay whole
-    with pytest.raises(ValueError, match="no tokens"):
-        encode_choices(BYTES, ["a"], [""], 9)
-
-
-def test_figures_of_a_text():
-    f = text_figures([1, 2, 1, 2])
-    assert f["entropy"] == pytest.approx(math.log(2)) and f["repetition"] == 0.5
-    assert (f["distinct_1"], f["distinct_2"], f["distinct_3"]) == (0.5, pytest.approx(2 / 3), 1)
-    assert text_figures(list(range(17)) + [0, 1])["repetition"] == 0           # 17 tokens back
 
 
 # -- the script ----------------------------------------------------------------------------------
@@ -401,15 +337,6 @@ def test_everything_of_two_checkpoints_comes_as_tables_and_one_json_line(corpus,
     assert "c4 PPL" in head and "MCQA" in head and len(head) == len(ours)
 
 
-def test_the_paper_is_beside_a_checkpoint_of_its_shape(checkpoints, capsys):
-    text = dict(c4=dict(ppl=60.0, ppl_se=1.0, bpb=1.2, acc=12.0))
-    results = [dict(model=name, lr=8e-3, text=text) for name in ("mamba_h_87m", "mamba_h")]
-    evaluation.print_paper_table(results)
-    head, first, second = capsys.readouterr().out.strip().splitlines()[1:]
-    assert first.split() == "mamba_h_87m 0.008 0.008 60.00 +- 1.00 61.59 1.20 1.3 12.00 11.92".split()
-    assert second.split() == "mamba_h 0.008 - 60.00 +- 1.00 - 1.20 - 12.00 -".split()
-
-
 @pytest.fixture
 def random_weights(checkpoints, tmp_path):
     """The block model's checkpoint with weights at random: a zero head would score all alike."""
@@ -444,19 +371,3 @@ def test_batch_1_batch_8_and_two_processes_give_the_same_digits(corpus, random_w
         assert figures == pytest.approx(first, rel=1e-5)
     assert [record["ranks"] for record in records] == [1, 1, 2]
     assert len(first) > 50 and len(set(first.values())) > 30 and first["mcqa/piqa/acc"] not in (0, 50, 100)
-
-
-def test_what_is_not_asked_for_is_not_done(checkpoints, tmp_path):
-    result = run(f"--checkpoint={checkpoints[0]}", "--sequences=2")["results"][0]
-    assert len(result["text"]) == 1 and "mcqa" not in result and "generate" not in result
-    write_rows(tmp_path / "piqa.jsonl", [QUESTION, QUESTION])
-    result = run(f"--checkpoint={checkpoints[0]}", f"--mcqa={tmp_path}", "--limit=1", "--score=nelbo")["results"][0]
-    assert not result["text"] and result["mcqa"]["piqa"]["questions"] == 1
-    assert result["mcqa"]["piqa"]["acc_se"] is None     # of one question there is no error to state
-
-
-def test_a_model_is_recognised_as_the_papers_by_its_shape():
-    for name in RESULTS:
-        assert name in PARAMS and len(RESULTS[name]) == 8
-        with torch.device("meta"):
-            assert evaluation.paper_name(BlockDiffusionLM(config_from_file(name))) == name

@@ -10,7 +10,7 @@ import paper
 from checkpoint import load_model, save_checkpoint
 from configurator import UserError
 from conftest import ARCHITECTURES, BLOCK_MODELS, ROOT, make_batch, make_model
-from model import BlockDiffusionLM, ModelConfig, cast_for_inference, config_from_file
+from model import BlockDiffusionLM, ModelConfig, config_from_file
 
 PARAMETERS = {
     "attention_87m": 89_172_160, "bdlm_attention_87m": 89_172_160,
@@ -260,7 +260,6 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_and_reading_never_runs_code(
     assert not ran.exists()
 
 
-
 def test_a_failed_save_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
     model, path = make_model("mamba_h"), str(tmp_path / "ckpt.pt")
     save_checkpoint(path, model, step=1)
@@ -273,14 +272,6 @@ def test_a_failed_save_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
             save_checkpoint(path, model, step=2)
         assert load_model(path)[1]["step"] == 1
         assert os.listdir(tmp_path) == ["ckpt.pt"]
-
-
-def test_decays_keep_their_precision_when_weights_are_cast_for_inference():
-    model = cast_for_inference(make_model("mamba_h", torch.float32), torch.bfloat16)
-    exact = {name for name, p in model.named_parameters() if p.dtype == torch.float32}
-    assert {name.rsplit(".", 1)[-1] for name in exact} == {"A_log", "dt_bias", "D"}
-    assert len(exact) == 3 * 2 * 2                      # of both directions of two layers
-    assert {p.dtype for name, p in model.named_parameters() if name not in exact} == {torch.bfloat16}
 
 
 @block_models

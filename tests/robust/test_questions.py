@@ -1,11 +1,13 @@
-"""Question sets and evaluations that cannot work end in a sentence; what was evaluated before a crash is kept."""
+"""Questions, figures and tables of eval.py, and what cannot work: a sentence. What was evaluated before a crash is kept."""
 import io
 import json
+import math
 import os
 import sys
 import time
 import types
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,12 +15,86 @@ import eval as evaluation
 from checkpoint import save_checkpoint
 from configurator import UserError, configure
 from conftest import QUESTION, module_of, script, write_rows
-from data import DataError, get_tokenizer, load_questions, task_paths
-from model import BlockDiffusionLM, ModelConfig, ModelError
+from data import DataError, encode_choices, get_tokenizer, load_questions, task_paths
+from eval import credit, text_figures
+from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file
+from paper import PARAMS, RESULTS
 from tools import prepare
 
 BYTES = get_tokenizer("bytes")
 
+
+# -- what is made of good ones --------------------------------------------------------------------
+
+def test_choices_that_differ_by_rounding_share_the_credit():
+    exists, gold = np.array([[True, True, False]]), np.array([0])
+    assert credit(np.array([[3 + 1e-9, 3, 0]]), exists, gold)[0] == 0.5
+    assert credit(np.array([[3 + 1e-4, 3, 0]]), exists, gold)[0] == 0
+
+
+def test_winogrande_scores_the_shared_suffix_and_arc_takes_3_to_5_choices(tmp_path):
+    rows = [prepare.question("arc_challenge", dict(id=str(n), question="Why?", answerKey="C", choices=dict(
+        text=[f"it {i}" for i in range(n)], label=list("ABCDE"[:n]))), n) for n in (3, 4, 5)]
+    rows.append(prepare.question("winogrande", dict(
+        sentence="Ann beat Bob so _ won it.", option1="Ann", option2="Bob", answer="2"), 1))
+    rows = load_questions(write_rows(tmp_path / "arc_challenge.jsonl", rows), BYTES, 64)
+    assert [len(row["pairs"]) for row in rows] == [3, 4, 5, 2] and [row["gold"] for row in rows] == [2, 2, 2, 1]
+    assert [(bytes(c), bytes(a)) for c, a in rows[3]["pairs"]] == [
+        (b"Ann beat Bob so Ann", b" won it."), (b"Ann beat Bob so Bob", b" won it.")]
+
+
+def test_context_and_choice_are_encoded_as_one_string_and_cut_on_the_left():
+    pairs, _ = encode_choices(BYTES, ["ab ", "ab "], [" c", " de"], 99)
+    assert [(bytes(c), bytes(a)) for c, a in pairs] == [(b"ab", b"  c"), (b"ab", b"  de")]
+    row = ["0123456789"] * 2, [" a", " bcd"]
+    pairs, cut = encode_choices(BYTES, *row, 7)
+    assert [bytes(c) for c, _ in pairs] == [b"789"] * 2 and cut == 7
+    assert [bytes(a) for _, a in pairs] == [b" a", b" bcd"]
+    assert encode_choices(BYTES, *row, 2)[0][1] == ([], list(b" bcd"))         # answers stay whole
+    with pytest.raises(ValueError, match="no tokens"):
+        encode_choices(BYTES, ["a"], [""], 9)
+
+
+def test_figures_of_a_text():
+    f = text_figures([1, 2, 1, 2])
+    assert f["entropy"] == pytest.approx(math.log(2)) and f["repetition"] == 0.5
+    assert (f["distinct_1"], f["distinct_2"], f["distinct_3"]) == (0.5, pytest.approx(2 / 3), 1)
+    assert text_figures(list(range(17)) + [0, 1])["repetition"] == 0           # 17 tokens back
+
+
+def test_the_paper_is_beside_a_checkpoint_of_its_shape(checkpoints, capsys):
+    text = dict(c4=dict(ppl=60.0, ppl_se=1.0, bpb=1.2, acc=12.0))
+    results = [dict(model=name, lr=8e-3, text=text) for name in ("mamba_h_87m", "mamba_h")]
+    evaluation.print_paper_table(results)
+    head, first, second = capsys.readouterr().out.strip().splitlines()[1:]
+    assert first.split() == "mamba_h_87m 0.008 0.008 60.00 +- 1.00 61.59 1.20 1.3 12.00 11.92".split()
+    assert second.split() == "mamba_h 0.008 - 60.00 +- 1.00 - 1.20 - 12.00 -".split()
+
+
+def record_of(*argv):
+    """The record that eval.py prints in its last line."""
+    status, printed, error = script("eval.py", "--device=cpu", *argv)
+    assert status == 0, error
+    return json.loads(printed.splitlines()[-1])
+
+
+def test_what_is_not_asked_for_is_not_done(checkpoints, tmp_path):
+    result = record_of(f"--checkpoint={checkpoints[0]}", "--sequences=2")["results"][0]
+    assert len(result["text"]) == 1 and "mcqa" not in result and "generate" not in result
+    write_rows(tmp_path / "piqa.jsonl", [QUESTION, QUESTION])
+    result = record_of(f"--checkpoint={checkpoints[0]}", f"--mcqa={tmp_path}", "--limit=1", "--score=nelbo")["results"][0]
+    assert not result["text"] and result["mcqa"]["piqa"]["questions"] == 1
+    assert result["mcqa"]["piqa"]["acc_se"] is None     # of one question there is no error to state
+
+
+def test_a_model_is_recognised_as_the_papers_by_its_shape():
+    for name in RESULTS:
+        assert name in PARAMS and len(RESULTS[name]) == 8
+        with torch.device("meta"):
+            assert evaluation.paper_name(BlockDiffusionLM(config_from_file(name))) == name
+
+
+# -- bad ones -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("rows, message", [
     ([], "no questions"),

@@ -1,15 +1,20 @@
 """data.py's commands over texts and question sets of all formats. No network is used: the hub is a folder."""
 import errno
 import gzip
+import itertools
 import json
 import os
+import random
+import signal
 import sys
+import time
 import types
 from pathlib import Path
 
 import pytest
 
 import data
+from conftest import status
 from test_data import TEXTS, documents, folder_bytes, make_folder, prepared, write_jsonl
 from tools import prepare
 
@@ -259,3 +264,69 @@ def test_question_sets_come_from_the_hub_as_parquet(tmp_path, monkeypatch):
     found = json.loads((tmp_path / "out" / "arc_easy.jsonl").read_text())
     assert found == dict(expected, task="arc_easy")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["arc_easy.jsonl", "meta.json"]
+
+
+# -- stopped, and started again -------------------------------------------------------------------
+
+def test_a_preparation_stopped_at_any_write_goes_on_to_identical_files(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "in.jsonl.gz", documents(TEXTS[:40]))
+    monkeypatch.setattr(prepare, "BATCH_BYTES", 500)
+    monkeypatch.setattr(prepare, "SAVE_TOKENS", 400)
+    settings = dict(train=[path], val_fraction=0.2)
+    prepared(tmp_path / "whole", **settings)
+    real = {name: getattr(data.os, name) for name in ("fsync", "replace")}
+
+    class Killed(BaseException):
+        pass
+
+    def dies_at(count):
+        calls = itertools.count()
+
+        def dying(real):
+            def call(*args):
+                if next(calls) == count:
+                    raise Killed
+                real(*args)
+                if next(calls) == count:
+                    raise Killed
+            return call
+        for name in real:
+            monkeypatch.setattr(data.os, name, dying(real[name]))
+
+    for count in range(10_000):
+        out = tmp_path / f"out{count}"
+        dies_at(count)
+        try:
+            prepared(out, **settings)
+            finished = True
+        except Killed:
+            finished = False
+        for name in real:
+            monkeypatch.setattr(data.os, name, real[name])
+        if finished:
+            break
+        prepared(out, **settings)
+        assert folder_bytes(out) == folder_bytes(tmp_path / "whole"), count
+    assert count > 20
+
+
+def test_a_killed_preparation_goes_on_to_identical_files(tmp_path, child):
+    numbers = random.Random(0)
+    words = ["block", "naïve", "noise", "\u2713", "state"]
+    texts = [" ".join(numbers.choices(words, k=300)) for _ in range(1500)]
+    paths = [write_jsonl(tmp_path / f"{i}.jsonl.zst", documents(texts[i::2])) for i in range(2)]
+    command = ["jsonl", paths[0], "--val", paths[1], "--tokenizer", "bytes", "--out"]
+    assert status(child(*command, tmp_path / "whole")) == 0
+    progress, kills = tmp_path / "out" / "progress.json", 0
+    for attempt in range(8):
+        before = progress.read_bytes() if progress.is_file() else b""
+        process = child(*command, tmp_path / "out")
+        while process.is_alive() and (not progress.is_file() or progress.read_bytes() == before):
+            time.sleep(0.001)
+        time.sleep(numbers.uniform(0, 0.02))
+        process.kill()
+        kills += status(process) == -signal.SIGKILL
+    assert kills >= 2
+    assert status(child(*command, tmp_path / "out")) == 0
+    whole, out = folder_bytes(tmp_path / "whole"), folder_bytes(tmp_path / "out")
+    assert whole == out and len(whole) > 10
