@@ -4,7 +4,6 @@ import io
 import os
 import runpy
 import sys
-import time
 
 import pytest
 import torch
@@ -75,22 +74,6 @@ def test_prompts_of_one_length_are_read_together_and_equal_ones_once(monkeypatch
         read.clear()
         rows = generate(model, prompts, 9, make_sampler(model, 7)).tokens
         assert read[:len(shapes)] == shapes and all(map(torch.equal, rows, alone))
-
-
-def test_thousands_of_prompts_are_read_in_a_second():
-    model, n = make_model("mamba_h", torch.float32, n_layer=2), 4000
-    prompts = list(torch.randint(0, 22, (n, 20), generator=torch.Generator().manual_seed(0)))
-    cache, started = model.new_cache(n, 16), time.perf_counter()
-    sample.read_prompts(model, cache, prompts, [16] * n, None)
-    assert time.perf_counter() - started < 3            # one by one, each beside all others: 9 s
-
-
-def test_what_has_been_read_of_prompts_is_told_without_what_is_copied():
-    model, read = make_model("mamba_h", torch.float32), []
-    prompt, = prompts_of(27)
-    prefix = read_prefix(model, prompt[:11], on_chunk=read.append)
-    generate(model, [prompt[11:]] * 2, 1, make_sampler(model, 2), prefix=prefix, on_read=read.append)
-    assert read == [8, 16]
 
 
 # -- saved prompts --------------------------------------------------------------------------------
@@ -225,14 +208,6 @@ def test_reading_a_long_prompt_shows_a_bar_and_can_be_stopped(monkeypatch, tmp_p
         run(monkeypatch, **settings)
     assert sys.stderr.getvalue().endswith("stopped after 0 tokens\n")
 
-def test_one_long_block_shows_its_progress_by_steps(monkeypatch, tmp_path):
-    (tmp_path / "full.py").write_text(FULL)
-    ticks = iter(range(10 ** 6))
-    monkeypatch.setattr(sample.time, "time", lambda: next(ticks))
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    run(monkeypatch, model_config=str(tmp_path / "full.py"), prompt="four", tokens_per_step=5)
-    seen = sys.stderr.getvalue()
-    assert all(f"[{n}/20 tokens, " in seen for n in (5, 10, 15, 20)) and "ETA" in seen
 
 @pytest.mark.parametrize("watching", [False, True])
 def test_what_is_drawn_under_the_text_on_a_terminal_leaves_the_text_alone(monkeypatch, capsys, watching):

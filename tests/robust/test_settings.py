@@ -6,7 +6,7 @@ import torch
 
 import configurator
 from checkpoint import load_checkpoint
-from configurator import ConfigError, UserError, check, configure, settings_of
+from configurator import ConfigError, UserError, check, configure
 from conftest import ROOT, TINY, make_model, run_train, script
 from files import check_file, write_file
 from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file
@@ -75,10 +75,12 @@ def test_mistakes_in_files_name_the_file(tmp_path, text, message):
     assert "c.py" in str(caught.value)
 
 
-def test_help_prints_the_settings_and_exits_cleanly(capsys):
+def test_help_prints_the_settings_and_what_they_mean(capsys, tmp_path):
+    (tmp_path / "s.py").write_text("max_iters = 100   # how long\n")
     with pytest.raises(SystemExit) as caught:
-        configure(space(), ["--help"])
-    assert caught.value.code == 0 and "--learning_rate = 0.001" in capsys.readouterr().out
+        configure(space(__file__=str(tmp_path / "s.py"), LR=3), ["--help"])
+    shown = capsys.readouterr().out
+    assert caught.value.code == 0 and "--max_iters = 100" in shown and "how long" in shown and "LR" not in shown
 
 
 def test_bounds_and_choices_name_the_setting_and_what_it_may_be():
@@ -102,14 +104,6 @@ def test_a_script_ends_in_one_sentence(capsys, tmp_path):
         open(tmp_path / "missing")
     with pytest.raises(ZeroDivisionError), configurator.script("x.py"):          # a mistake of ours keeps its traceback
         1 / 0
-
-
-def test_constants_are_not_settings_and_help_says_what_settings_mean(capsys, tmp_path):
-    assert "LR" not in settings_of(space(LR=3))
-    (tmp_path / "s.py").write_text("max_iters = 100   # how long\n")
-    with pytest.raises(SystemExit):
-        configure(space(__file__=str(tmp_path / "s.py")), ["--help"])
-    assert "--max_iters = 100" in (shown := capsys.readouterr().out) and "how long" in shown
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"import sys; sys.exit(0)"])
@@ -262,8 +256,3 @@ def test_from_elsewhere_a_config_is_found_in_the_repository(corpus, tmp_path, mo
 def test_scripts_answer_bad_input_with_one_sentence_and_a_non_zero_exit(trained, tmp_path, name, argv, message):
     status, _, error = script(name, *(word.format(trained=trained, tmp=tmp_path) for word in argv))
     assert status == 1 and message in error.splitlines()[-1]
-
-
-def test_without_settings_a_help_says_what_a_script_is():
-    status, printed, _ = script("model.py", "--help")
-    assert status == 0 and printed.startswith("Block-diffusion language models") and "parameters  " not in printed

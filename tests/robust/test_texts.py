@@ -5,7 +5,6 @@ import os
 import random
 import shlex
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,7 @@ REFUSED = {
     "another format": (lambda f: damage_shard(f, lambda c: c.__setitem__(0, 0)), "not a shard"),
     **{f"meta.json is {text}": (
         lambda f, text=text: (f / "meta.json").write_text(text), "damaged")
-       for text in ("{", "[]", '{"tokenizer": "bytes"}', '{"tasks": {"piqa": 1}}')},
+       for text in ("{", '{"tokenizer": "bytes"}')},
     "a mask in the data": (
         lambda f: damage_shard(f, lambda c: c.__setitem__(slice(1024, 1026), b"\x01\x01")),
         "token 257, outside its vocabulary"),
@@ -162,10 +161,8 @@ def test_a_mistake_is_one_sentence_and_status_1(tmp_path, monkeypatch, capsys, a
 
 
 @pytest.mark.parametrize("command", [
-    *(f"dclm --tokens={n}" for n in ("-5", "0", "0.5", "inf", "nan", "many")),
-    *(f"dclm --tokens 9 --val_fraction={f}" for f in ("-1", "nan", "1", "2")),
-    "c4 --sequences -1", "c4 --seq_len 0", "jsonl a.jsonl --out out --workers -3",
-    "jsonl a.jsonl --out=", "stdlib --out=", "mcqa --local=", "show ''",
+    "dclm --tokens=0.5", "dclm --tokens=nan", "dclm --tokens=many", "dclm --tokens 9 --val_fraction=1",
+    "c4 --sequences -1", "c4 --seq_len 0", "jsonl a.jsonl --out out --workers -3", "jsonl a.jsonl --out=", "show ''",
 ])
 def test_a_setting_out_of_its_bounds_is_refused_before_anything_is_read(
         tmp_path, monkeypatch, capsys, command):
@@ -219,19 +216,8 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path, command, capsys):
     assert (tmp_path / "theirs" / "piqa.jsonl").read_text() == "kept"
 
 
-@pytest.mark.parametrize("where", ["file", "file/below"])
-@pytest.mark.parametrize("command", COMMANDS, indirect=True)
-def test_a_place_where_no_folder_can_be_is_one_sentence(tmp_path, command, where, capsys):
-    (tmp_path / "file").write_text("kept")
-    assert main(*command, "--out", tmp_path / where) == 1
-    error = capsys.readouterr().err
-    assert "cannot be written (" in error and error.endswith("); choose another --out\n")
-    assert (tmp_path / "file").read_text() == "kept"
-
-
 @pytest.mark.parametrize("number, advice", [
-    (errno.EACCES, "choose another --out"), (errno.EROFS, "choose another --out"),
-    (errno.ENOSPC, "make room and try again")])
+    (errno.EACCES, "choose another --out"), (errno.ENOSPC, "make room and try again")])
 @pytest.mark.parametrize("command", COMMANDS, indirect=True)
 def test_what_cannot_be_written_comes_with_advice_that_fits(
         tmp_path, monkeypatch, command, capsys, number, advice):
@@ -266,19 +252,6 @@ def test_a_file_that_may_not_be_read_is_no_bad_document(tmp_path, monkeypatch):
     assert meta["skipped"] == 0 and meta["splits"]["train"]["documents"] == 2 * len(TEXTS)
 
 
-@pytest.mark.parametrize("error", [
-    ValueError("no magic bytes"), PermissionError(errno.EACCES, os.strerror(errno.EACCES))])
-def test_questions_that_cannot_be_read_are_named(tmp_path, monkeypatch, capsys, error):
-    def read_table(path):
-        raise error
-    monkeypatch.setitem(sys.modules, "pyarrow", types.ModuleType("pyarrow"))
-    parquet = types.SimpleNamespace(read_table=read_table)
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", parquet)
-    path = write_jsonl(tmp_path / "in" / "piqa" / "validation.parquet", [b"damaged"])
-    assert main("mcqa", "--local", tmp_path / "in", "--out", tmp_path / "out") == 1
-    assert f"{path} cannot be read (" in capsys.readouterr().err
-
-
 def test_a_missing_package_names_the_pip_command(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl.zst", documents(TEXTS))
     monkeypatch.setitem(sys.modules, "zstandard", None)
@@ -305,14 +278,6 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path
         prepared(tmp_path / "out", [path])
     with pytest.raises(data.DataError, match="not empty.*: choose another --out$"):
         prepared(tmp_path, [path])
-
-
-def test_what_an_interrupted_run_left_is_cut_off(tmp_path):
-    (tmp_path / "file").write_bytes(b"12345678")
-    data.append(tmp_path / "file", 4, b"ab", header=b"0")
-    assert (tmp_path / "file").read_bytes() == b"0234ab"
-    with pytest.raises(data.DataError, match="shorter than it was"):
-        data.append(tmp_path / "file", 7, b"ab")
 
 
 def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path, child, capfd):

@@ -8,7 +8,7 @@ import torch
 import bench
 from configurator import UserError, settings_of
 from conftest import ROOT, script
-from model import BlockDiffusionLM, ModelConfig, config_from_file
+from model import config_from_file
 from paper import MODELS
 from tools import operations, throughput
 
@@ -36,14 +36,6 @@ def test_train_ends_in_one_json_line_and_writes_the_same(capsys, tmp_path):
     assert json.loads((tmp_path / "train.json").read_text()) == result
     ours = (ROOT / ".git").exists()                     # and not a repository around it
     assert ("revision" in result["hardware"]) == (ours and shutil.which("git") is not None)
-
-
-def test_block_models_are_measured_beyond_the_cache_of_short_generations(capsys, monkeypatch):
-    monkeypatch.setattr(bench, "block_rows", lambda model, new_decoder, ladder: (
-        dict(length=n, tok_per_s=1.0, how=str(ladder), spread=0.0, engine="graphs", capture_s=0.0) for n in ladder))
-    bench.main(["sample", "--only=mamba_h_87m", "--lengths=[256,8192,16384]", *TINY])
-    assert [(r["length"], r["how"]) for r in last_line(capsys)["rows"]] == [
-        (256, "[256, 8192]"), (8192, "[256, 8192]"), (16384, "[16384]")]
 
 
 def test_sample_reports_whole_and_integrated_rows_beside_their_limit(capsys):
@@ -120,18 +112,6 @@ def test_ops_sets_each_operation_beside_a_library_and_its_limit(capsys):
     for r in rows:
         assert r["ms"] > 0 and r["limit_ms"] > 0 and r["of_limit"] > 0, r
         assert any("ratio" in other for other in r["others"].values()), r
-
-
-def test_an_operation_that_fails_is_a_line_and_the_run_goes_on(capsys, monkeypatch):
-    def fails(kind, big, compiled):
-        def f():
-            raise torch.OutOfMemoryError("no room")
-        yield operations.compared("one that fails", f, {"other": lambda: None, "absent": "why"}, 1, 1)
-        raise torch.OutOfMemoryError("no room for inputs")
-    bench.main(["ops", "--only=fails,adamw", *TINY], dict(operations.OPERATIONS, fails=fails))
-    rows = last_line(capsys)["rows"]
-    assert [r.get("op", r.get("config")) for r in rows] == ["one that fails", "fails", "AdamW step"]
-    assert "memory" in rows[0]["error"] and rows[0]["others"]["absent"] == {"error": "why"}
 
 
 def test_plot_draws_three_figures_and_the_newest_row_wins(tmp_path, monkeypatch):
@@ -211,13 +191,3 @@ def test_a_measurement_is_printed_though_it_cannot_be_written(monkeypatch, capsy
     with pytest.raises(UserError, match="x.json cannot be written .*; copy the results from the screen"):
         bench.main(["train", "--device=cpu", f"--out={out}"])
     assert last_line(capsys)["rows"] == [1]
-
-
-def test_what_a_prefix_holds_is_made_by_the_model_and_repeated():
-    torch.manual_seed(0)
-    model = BlockDiffusionLM(ModelConfig(vocab_size=30, seq_len=9216, block_len=3072, n_layer=2, attn_every=2, n_head=2,
-                                         d_model=16, d_state=16, mamba_head_dim=16)).eval()
-    cache = model.new_cache(1, 9216)
-    bench.fill(cache, model)                            # 6144 tokens, and half of them again
-    (keys, _), (_, ssm) = cache.layers
-    assert keys.ne(0).any(-1).all() and torch.equal(keys[:, :, 6144:], keys[:, :, :3072]) and ssm.ne(0).any()

@@ -303,17 +303,6 @@ def test_a_killed_sweep_leaves_no_training_behind(tmp_path):
     assert time.time() < deadline
 
 
-@pytest.mark.parametrize("runs", [
-    [], 3, [{"name": 1, "base": "a", "points": []}], [{"name": "a", "base": "a", "points": [{"step": 1}]}],
-    [{"name": "a", "base": "a", "points": [], "eval": {"nelbo": "x"}}],
-    [{"name": "a", "base": "a", "points": [], "learning_rate": "x"}]])
-def test_a_table_of_wrong_types_is_not_drawn(tmp_path, monkeypatch, runs):
-    (tmp_path / "t.json").write_text(json.dumps(dict(runs=runs)))
-    monkeypatch.setattr(sweep, "draw", str(tmp_path / "t.json"))
-    with pytest.raises(UserError, match="not a file that sweep.py wrote.*name another"):
-        sweep.main()
-
-
 def test_runs_share_gpus_or_spread_over_them(monkeypatch):
     monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 5)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3")
