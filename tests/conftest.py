@@ -236,7 +236,7 @@ class Child:
     def start(self, argv, environment, paths):
         self.paths = paths
         for path in paths:
-            open(path, "w").close()
+            Path(path).touch()
         self.process = FORKING.Process(target=child_main, args=(argv, environment, paths))
         self.process.start()
 

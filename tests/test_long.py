@@ -16,7 +16,7 @@ def test_mamba_layers_read_131072_tokens_alike_in_chunks_of_any_size():
     """In fp32, against one pass over all of it in fp64. Attention is left out: without its quadratic work
     every token is really read."""
     logits = []
-    for dtype, chunk in ((torch.float64, LONG), (torch.float32, 4096), (torch.float32, 768)):
+    for dtype, chunk in ((torch.float64, LONG), (torch.float32, 768)):
         model = make_model("mamba_h", torch.float32, n_layer=2, d_model=8, d_state=4, mamba_head_dim=4, seq_len=2048,
                            block_len=256, chunk_len=64)
         model = model.to(dtype)
@@ -26,8 +26,7 @@ def test_mamba_layers_read_131072_tokens_alike_in_chunks_of_any_size():
         model.prefill(tokens[:, :LONG], cache, chunk)
         assert int(cache.lengths) == LONG
         logits.append(model.denoise(tokens[:, LONG:], cache, torch.ones(1))[..., :-1])
-    exact, large, small = logits
-    assert error(large, exact) < 1e-5 and error(small, exact) < 1e-5
+    assert error(logits[1], logits[0]) < 1e-5
 
 
 @pytest.mark.parametrize("name, n_layer", [("bdlm_attention", 1), ("mamba_h", 2)])

@@ -108,7 +108,7 @@ def test_a_row_ends_at_its_first_end_of_text(engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", BLOCK_MODELS)
-@pytest.mark.parametrize("prompt_length, more", [(19, 0), (16, 0), (5, 0), (19, 8), (0, 11)])
+@pytest.mark.parametrize("prompt_length, more", [(19, 0), (16, 0), (19, 8), (0, 11)])
 def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_token_for_token(name, prompt_length, more,
                                                                                       engine, tmp_path, monkeypatch):
     """A prompt that the plain engine read serves every engine."""

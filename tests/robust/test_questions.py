@@ -160,9 +160,10 @@ def test_bad_input_is_one_sentence_and_a_non_zero_exit(bad, argv, message):
     assert '"eval"' not in printed and "ppl" not in printed                     # it was found before any work
 
 
-@pytest.fixture
-def bad(corpus, checkpoints, tmp_path):
+@pytest.fixture(scope="module")
+def bad(corpus, checkpoints, tmp_path_factory):
     """Names of what cannot work -> arguments."""
+    tmp_path = tmp_path_factory.mktemp("bad")
     model = BlockDiffusionLM(ModelConfig(vocab_size=300, seq_len=32, block_len=8, n_layer=1, n_head=2,
                                          d_model=32, d_state=8, mamba_head_dim=16))
     for tokenizer in ("bytes", "gpt3"):

@@ -47,25 +47,6 @@ def test_sample_reports_whole_and_integrated_rows_beside_their_limit(capsys):
     assert all(r["engine"] == "simple" and r["capture_s"] >= 0 for r in rows)
 
 
-def test_a_sampling_row_names_its_engine_and_a_block_is_committed_before_the_next_one(capsys, monkeypatch):
-    open_engine, calls = bench.open_engine, []
-    def opened(*args):
-        model, new_decoder = open_engine(*args)
-        def named(*args):
-            decoder = new_decoder(*args)
-            decoder.engine, commit, decode = "graphs", decoder.commit, decoder.decode
-            decoder.commit = lambda x0: (calls.append("commit"), commit(x0))[1]
-            decoder.decode = lambda xt, counts: (calls.append(int(decoder.cache.lengths)), decode(xt, counts))[1]
-            return decoder
-        return model, named
-    monkeypatch.setattr(bench, "open_engine", opened)
-    bench.main(["sample", "--only=laptop", "--lengths=[48]", "--whole=[48]", *TINY])
-    out = capsys.readouterr().out
-    assert json.loads(out.splitlines()[-1])["rows"][0]["engine"] == "graphs" and "compile and capture" in out
-    assert calls[-5:] == [0, "commit", 16, "commit", 32]        # a whole generation of three blocks
-    assert calls.count(16) > 2 and calls[calls.index(16) - 1] == "commit"
-
-
 def test_a_configuration_that_does_not_fit_says_so_and_the_run_goes_on(capsys, monkeypatch):
     row = bench.train_row
     def train_row(name, *rest):
