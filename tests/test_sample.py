@@ -190,6 +190,19 @@ def test_one_token_at_a_time_in_random_order_is_exact_ancestral_sampling():
     assert abs(agreement(tokens_per_step=2) - 0.5) < 0.03
 
 
+def test_confidence_reveals_the_surest_positions_and_threshold_all_that_are_sure_enough():
+    p = torch.tensor([[0.6, 0.99, 0.7, 0.95]])          # the likeliest token's, at each position
+    logits = torch.stack([p, 1 - p], -1).log()
+    def first_step(**how):
+        block = ActiveBlock(1, 4, Sampler([0], mask_id=2, temperature=0.0, **how), "cpu", timed=False)
+        block.start(torch.full((1, 4), 2), torch.tensor([0]))
+        block.reveal(lambda at: take(logits, at))
+        return (block.xt != 2)[0].tolist()
+    assert first_step(order="confidence", tokens_per_step=2) == [False, True, False, True]
+    assert first_step(order="threshold", threshold=0.8) == [False, True, False, True]
+    assert first_step(order="threshold", threshold=1.0) == [False, True, False, False]     # always one
+
+
 def test_first_hitting_visits_the_times_at_which_the_reverse_process_unmasks_tokens():
     """Of l masked tokens at time t, the first is unmasked at the largest of l uniforms on (0, t)."""
     n, times = 4000, []
