@@ -143,6 +143,22 @@ def test_the_evaluated_number_is_the_training_objective_for_the_same_noise(name)
     assert counts_of(model, x, seed=5)[..., 0].sum() / x.numel() == pytest.approx(float(loss))
 
 
+@all_models
+def test_stratified_noise_levels_stay_in_their_strata(name):
+    model = make_model(name)
+    x = torch.zeros(3, 32, dtype=torch.long)
+    whole, is_masked = model.draw_noise(x, noise_generators(5, range(3)))
+    for j in range(4):
+        t, _ = model.draw_noise(x, noise_generators(5, range(3)), stratum=(j, 4))
+        torch.testing.assert_close(t - t.new_tensor(1e-3), (whole - 1e-3 + j * (1 - 1e-3)) / 4)
+    counts = counts_of(model, x, seed=5, mc=4, stratified=True)
+    for j in range(4):
+        noise = model.draw_noise(x, noise_generators(5, [j << 32 | i for i in range(3)]), (j, 4))
+        np.testing.assert_allclose(counts[:, j], sequence_nelbo(model, x, *noise[::-1]))
+    t, same = model.draw_noise(x, noise_generators(5, range(3)), stratum=(0, 1))
+    assert torch.equal(t, whole) and torch.equal(same, is_masked)
+
+
 def test_logits_and_log_sum_exp_are_fp32_whatever_the_model_runs_in():
     model = make_model("mamba_h", torch.float32)
     hidden = torch.randn(40, 16, generator=torch.Generator().manual_seed(8)).bfloat16()
