@@ -12,7 +12,7 @@ reads whole blocks of context once, into its cache; the answer starts in the blo
 context ends, and a block's positions after the answer stay masked: nothing is known of them. If an
 answer takes several blocks, each sees the earlier ones clean and nothing of the later ones.
 """
-from configurator import ConfigError, check, configure, script, tqdm  # first: see quiet_interrupt
+from configurator import ConfigError, check, configure, script  # first: see quiet_interrupt
 import dataclasses
 import functools
 import itertools
@@ -25,9 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-import ops
 import paper
 import sample
 from data import (TokenData, batches, bits_per_byte, load_questions, noise_generators, noise_seeds, sha256,
@@ -35,6 +33,7 @@ from data import (TokenData, batches, bits_per_byte, load_questions, noise_gener
 from decoders import Sampler
 from files import check_file, write_file
 from model import ModelError, cast_for_inference
+from nelbo import masked_cross_entropy, nelbo_counts, progress
 from parallel import Parallel, hardware, pick_dtype, select_kernels
 
 # ---------------------------------------------------------------------------------------------
@@ -97,63 +96,7 @@ def gather(parallel, array):
     return array
 
 
-def progress(parallel, what, total, unit):
-    """A bar with ETA on the first rank's stderr, which moves seldom in a file."""
-    return tqdm(desc=what, total=total, unit=unit, file=sys.stderr, leave=False, unit_scale=True,
-                mininterval=0.2 if sys.stderr.isatty() else 30, disable=parallel.rank > 0)
-
-
-def masked_cross_entropy(model, hidden, target, tile_elements=2 ** 25):
-    """
-    -log p(target) under the substitution parameterisation, and whether target is the most likely
-    token: hidden (m, d), target (m,) -> (m,) fp64, (m,) bool. Logits and log-sum-exp are fp32 (fp64
-    stays) whatever the model runs in, and at most tile_elements logits exist at a time.
-    """
-    dtype = ops.at_least_fp32(hidden.dtype)
-    head = model.head.weight[:-1].to(dtype)             # without the mask token
-    nll, hit = [], []
-    with torch.autocast(hidden.device.type, enabled=False):
-        for h, y in zip(*(v.split(max(1, tile_elements // len(head))) for v in (hidden, target))):
-            logits = h.to(dtype) @ head.T
-            nll.append(F.cross_entropy(logits, y, reduction="none").double())
-            hit.append(logits.argmax(-1) == y)
-    return torch.cat(nll), torch.cat(hit)
-
-
 # -- perplexity -------------------------------------------------------------------------------
-
-@torch.no_grad()
-def sequence_nelbo(model, x0, is_masked, t):
-    """
-    x0, is_masked (b, s), t (b, k) -> (b, 3) fp64: the NELBO of each sequence in nats for this noise
-    (weight 1/t, eq. bdlm-masked-objective), its masked tokens, and those that the model has right.
-    """
-    hidden = model.all_block_hidden(x0, x0.masked_fill(is_masked, model.config.mask_id), t)
-    nll, hit = masked_cross_entropy(model, hidden[is_masked], x0[is_masked])
-    weight = (1 / t.double()).repeat_interleave(x0.size(1) // t.size(1), 1)    # (b, s)
-    parts = torch.stack([nll * weight[is_masked], torch.ones_like(nll), hit.double()], 1)
-    return parts.new_zeros(len(x0), 3).index_add(0, is_masked.nonzero()[:, 0], parts)
-
-
-def nelbo_counts(model, x, parallel, autocast, seed, mc, stratified=False, batch_size=8):
-    """
-    sequence_nelbo of x (n, s) for mc noise samples: float64 (n, mc, 3), zero for the sequences of
-    other ranks. Noise is a function of (seed, sequence, sample) and of nothing else; stratified, t
-    of sample j comes from the j-th of mc equal parts of its range.
-    """
-    counts = np.zeros((len(x), mc, 3))
-    mine = range(parallel.rank, len(x), parallel.world)
-    with progress(parallel, "perplexity", len(mine) * mc * x.size(1), "tok") as bar:
-        for rows in batches(mine, batch_size):
-            x0 = x[list(rows)].to(parallel.device)
-            for j in range(mc):
-                generators = noise_generators(seed, [j << 32 | row for row in rows])
-                t, is_masked = model.draw_noise(x0, generators, (j, mc) if stratified else (0, 1))
-                with autocast():
-                    counts[rows, j] = sequence_nelbo(model, x0, is_masked, t).cpu()
-                bar.update(x0.numel())
-    return counts
-
 
 def nelbo_figures(counts, tokens, n_bytes):
     """

@@ -30,7 +30,7 @@ from paper import PARAMS
 
 
 class ModelError(UserError):
-    """A use of the model, a cache or a checkpoint that cannot work."""
+    """A request that the model, a cache or a checkpoint cannot serve."""
 
 
 @dataclasses.dataclass
@@ -101,9 +101,10 @@ class ModelConfig:
 @dataclasses.dataclass
 class Cache:
     """
-    What a clean prefix leaves behind. Allocated once and written in place. `layers` holds, for each
-    layer, an attention layer's (keys, values), each (b, heads, max_len, head_dim), keys rotated, or a
-    Mamba layer's boundary state (conv (b, conv_width - 1, channels), ssm (b, heads, head_dim, state)).
+    The state of a clean prefix. Allocated once and written in place. `layers` has one entry for each layer:
+      attention   (keys, values), each (b, heads, max_len, head_dim); keys are rotated
+      Mamba-2     (conv (b, conv_width - 1, channels), ssm (b, heads, head_dim, state)), of constant size
+    Nothing in it depends on t or on a noisy token. So it is computed once for each block and never changes.
     """
     layers: list
     lengths: torch.Tensor               # (b,) int64, on the device: tokens that each row holds. Rows may differ; of
@@ -115,7 +116,7 @@ class Cache:
         return sum(part.numel() * part.element_size() for state in self.layers for part in state)
 
     def clear(self):
-        """Forgets everything."""
+        """Empties the cache."""
         for part in (self.lengths, *(part for state in self.layers for part in state)):
             part.zero_()
 
@@ -144,16 +145,17 @@ def rotate(x, cos, sin):
 
 
 def modulate(x, shift, scale):
+    """Adaptive LayerNorm's modulation of a normalised x; shift None: no modulation."""
     return x if shift is None else x * (1 + scale) + shift
 
 
 def gated(h, y, gate):
-    """h + gate * y. The residual stream keeps its dtype, whatever that of y."""
+    """h + gate * y, in the dtype of the residual stream h; gate None: h + y."""
     return (h + (y if gate is None else gate * y)).to(h.dtype)
 
 
 def take(x, at):
-    """x (b, l, ...) at positions at (b, m) of each row -> (b, m, ...); at None: all of x."""
+    """x (b, l, ...) -> (b, m, ...): the positions at (b, m) of each row. at None: all of x."""
     return x if at is None else x[torch.arange(len(x), device=x.device)[:, None], at]
 
 
@@ -175,7 +177,7 @@ class TimestepEmbedding(nn.Module):
 # ----------------------------------------------------------------------------------------------
 # Mixers. Both kinds have the same three paths, so a layer need not know which one it holds:
 #   two_stream   training: all clean and all noisy tokens at once
-#   extend       generation: finished blocks, which the mixer's part of the cache then holds as well
+#   extend       generation: finished blocks, which are appended to the mixer's part of the cache
 #   denoise      generation: one active block, which reads the cache and writes nothing
 # Training and generation compute the same function. That is what makes the cache exact.
 
@@ -190,15 +192,15 @@ class Attention(nn.Module):
     def project(self, u, rope):
         """u (b, s, d) -> q, k, v, each (b, h, s, e) with e = d / h; q and k are rotated."""
         qkv = self.qkv(u).unflatten(-1, (3, self.n_head, -1))                  # (b, s, 3, h, e)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)                         # (b, h, s, e) each
-        return rotate(q, *rope), rotate(k, *rope), v
+        qk, v = qkv.permute(2, 0, 3, 1, 4).split([2, 1])                       # (2, b, h, s, e), (1, b, h, s, e)
+        return *rotate(qk, *rope), *v
 
     def merge(self, y):
         """y (b, h, s, e) -> (b, s, d)."""
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
     def two_stream(self, clean, noisy, rope, masks, last):
-        """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes; no clean output in the last layer."""
+        """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes; in the last layer None in place of clean."""
         b, n_clean, _ = clean.shape
         cos, sin = rope
         # A clean token and its noisy copy have the same position, hence the same rotation.
@@ -212,15 +214,15 @@ class Attention(nn.Module):
         return None if last else self.merge(y_clean), self.merge(y).view_as(noisy)
 
     def extend(self, u, state, lengths, rope, block_len):
-        """Finished blocks u (b, m, d): attends block-causally to the cache and to u, then appends u's keys and
-        values to the cache, behind the lengths (b,) tokens that it holds."""
+        """Finished blocks u (b, m, d) -> (b, m, d): attends block-causally to the cache and to u, then appends the keys
+        and values of u to the cache, which holds lengths (b,) tokens."""
         q, k, v = self.project(u, rope)
         y = ops.cached_attention(q, k, v, *state, lengths, block_len)          # (b, h, m, e)
         self.append(k, v, state, lengths)
         return self.merge(y)                                                   # (b, m, d)
 
     def append(self, k, v, state, lengths):
-        """Writes k and v (b, h, m, e) into the cache, behind what each row holds."""
+        """Writes k and v (b, h, m, e) into the cache, after the lengths (b,) tokens of each row."""
         rows = torch.arange(len(k), device=k.device)[:, None]
         at = lengths[:, None] + torch.arange(k.size(2), device=k.device)       # (b, m)
         keys, values = state                                                   # (b, h, max_len, e) each
@@ -242,7 +244,7 @@ class Mamba2(nn.Module):
         d, di, n = config.d_model, config.d_inner, config.d_state
         self.heads, self.d_inner, self.d_state = di // config.mamba_head_dim, di, n
         self.chunk_len = config.chunk_len
-        # Parameters of z, x, B and C, and those of dt; `projection` joins them.
+        # `projection` joins these two, so that one product makes z, x, B, C and dt.
         self.in_proj = nn.Linear(d, 2 * di + 2 * n, bias=False)
         self.dt_proj = nn.Linear(d, self.heads, bias=False)
         self.conv_weight = nn.Parameter(torch.empty(di + 2 * n, config.conv_width))
@@ -254,8 +256,8 @@ class Mamba2(nn.Module):
         self.out_proj = nn.Linear(di, d, bias=False)
 
     def projection(self):
-        """The weights of z, x, B, C and dt as one matrix. Rows of zeros bring its height to a multiple of 64, which
-        tensor cores want."""
+        """The weights of z, x, B, C and dt as one matrix. Rows of zeros bring its height to a multiple of 64, for which
+        tensor cores are fastest."""
         width = self.in_proj.out_features + self.heads
         pad = self.in_proj.weight.new_zeros(-width % 64, self.in_proj.in_features)
         return torch.cat([self.in_proj.weight, self.dt_proj.weight, pad])
@@ -263,10 +265,9 @@ class Mamba2(nn.Module):
     @ops.replaceable
     def forward(self, u, conv=None, ssm=None, block_len=None, want_states=True):
         """
-        Scans u (r, s, d) from the boundary state conv (r, w-1, c), ssm (r, h, p, n); None for zeros. Returns y
-        (r, s, d) and the states before each of the k = s / block_len blocks and after the last one: convs
-        (r, k + 1, w-1, c), ssms (r, k + 1, h, p, n). Without block_len, k is 1. With want_states=False the states
-        may be None.
+        Scans u (r, s, d) from the boundary state conv (r, w-1, c), ssm (r, h, p, n); None: zeros. Returns y (r, s, d)
+        and the boundary states, before each of the k = s / block_len blocks and after the last one: convs
+        (r, k + 1, w-1, c), ssms (r, k + 1, h, p, n). block_len None: one block. want_states=False: they may be None.
         """
         di, n, h = self.d_inner, self.d_state, self.heads
 
@@ -291,7 +292,7 @@ class Mamba2(nn.Module):
 
 
 class BiMamba(nn.Module):
-    """Two untied Mamba-2 mixers. The clean stream only ever uses `fwd`, so its states are a cache."""
+    """Two Mamba-2 mixers with weights of their own. Clean tokens use `fwd` alone, so its states can be a cache."""
 
     def __init__(self, config):
         super().__init__()
@@ -299,8 +300,8 @@ class BiMamba(nn.Module):
         self.reverse_scan, self.detach_prefix = config.reverse_scan, config.detach_prefix
 
     def scan_both(self, u, conv=None, ssm=None):
-        """Eq. partial-reverse: noisy blocks u (r, l, d) forward from their boundary states, and in reverse inside
-        each block alone, from zeros. Nothing to the right of the block is ever read, so no cache depends on it."""
+        """Eq. partial-reverse. Noisy blocks u (r, l, d): a forward scan from their boundary states, plus a reverse scan
+        from zeros inside each block. Nothing to the right of a block is ever read, so no cache depends on it."""
         y_fwd = self.fwd(u, conv, ssm, want_states=False)[0]                   # Eq. 11: i saw the prefix and 0..i
         if not self.reverse_scan:
             return y_fwd
@@ -308,8 +309,8 @@ class BiMamba(nn.Module):
         return y_fwd + y_rev                                                   # Eq. 13, (r, l, d)
 
     def two_stream(self, clean, noisy, rope, masks, last):
-        """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes. In the last layer nobody reads the clean output,
-        but the scan that makes the states makes it as well."""
+        """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes. The last layer's clean output is unused, but the
+        scan computes it together with the states."""
         if clean.size(1) == 0:                          # a full-sequence model: one block after nothing
             return clean, self.scan_both(noisy)
         # One clean scan leaves the state before every block (eq. boundary-state). It never adds a reverse
@@ -322,17 +323,17 @@ class BiMamba(nn.Module):
         # from (eq. prefix-cache-gradient).
         return y, self.scan_both(noisy, conv.flatten(0, 1), ssm.flatten(0, 1))
 
-    # A scan knows its place from its state: lengths, rope and block_len are for attention.
+    # Attention needs lengths, rope and block_len. A scan needs none of them: its state says where it is.
 
     def extend(self, u, state, lengths, rope, block_len):
-        """Finished blocks u (b, m, d): continues the forward scan and moves the cached state to its end."""
+        """Finished blocks u (b, m, d) -> (b, m, d): continues the forward scan; its last state goes into the cache."""
         y, convs, ssms = self.fwd(u, *state)
         for cached, after in zip(state, (convs, ssms)):
             cached.copy_(after[:, -1])
-        return y                                                               # (b, m, d)
+        return y
 
     def denoise(self, u, state, lengths, rope):
-        """One noisy block u (b, l, d), both directions, from the cached state; writes nothing."""
+        """One noisy block u (b, l, d) -> (b, l, d): both directions, from the cached state. Writes nothing."""
         return self.scan_both(u, *state)
 
 
@@ -353,39 +354,39 @@ class Layer(nn.Module):
         self.adaln = nn.Linear(d, 2 * d if config.hybrid else 6 * d)
 
     def modulation(self, c):
-        """Conditioning c (m, 1, d), None for none -> (shift, scale, gate) of the mixer, then of the MLP: each
+        """Conditioning c (m, 1, d) or None -> shift, scale and gate of the mixer, then those of the MLP: each
         (m, 1, d), or None where nothing is modulated."""
         if c is None:
             return (None,) * 6
         parts = self.adaln(c).chunk(2 if self.hybrid else 6, -1)               # (m, 1, d) each
         return (*parts, *(None,) * (6 - len(parts)))
 
-    def enter(self, h, mod):
-        """The mixer's input."""
+    def mixer_input(self, h, mod):
+        """The normalised and modulated residual stream h."""
         return modulate(self.norm1(h), mod[0], mod[1])
 
-    def leave(self, h, y, mod):
-        """The residual stream after the mixer's output y and the MLP."""
+    def after_mixer(self, h, y, mod):
+        """The residual stream h after the mixer's output y is added, and then the MLP's."""
         h = gated(h, y, mod[2])
         return gated(h, self.mlp(modulate(self.norm2(h), mod[3], mod[4])), mod[5])
 
     def two_stream(self, clean, noisy, c_clean, c_noisy, rope, masks, last):
-        """Both streams, clean (b, s - l, d) and noisy (b * k, l, d), through the layer. In the last layer nobody
-        reads the clean stream any more: its output is None."""
+        """Both streams, clean (b, s - l, d) and noisy (b * k, l, d) -> the same shapes. The last layer's clean output
+        is unused: None."""
         mod_clean, mod = self.modulation(c_clean), self.modulation(c_noisy)
         y_clean, y = self.mixer.two_stream(
-            self.enter(clean, mod_clean), self.enter(noisy, mod), rope, masks, last)
-        return None if last else self.leave(clean, y_clean, mod_clean), self.leave(noisy, y, mod)
+            self.mixer_input(clean, mod_clean), self.mixer_input(noisy, mod), rope, masks, last)
+        return None if last else self.after_mixer(clean, y_clean, mod_clean), self.after_mixer(noisy, y, mod)
 
     def extend(self, h, c, state, lengths, rope, block_len):
-        """Finished blocks h (b, m, d) -> (b, m, d); the layer's part of the cache, `state`, grows by them."""
+        """Finished blocks h (b, m, d) -> (b, m, d). Appends them to `state`, the layer's part of the cache."""
         mod = self.modulation(c)
-        return self.leave(h, self.mixer.extend(self.enter(h, mod), state, lengths, rope, block_len), mod)
+        return self.after_mixer(h, self.mixer.extend(self.mixer_input(h, mod), state, lengths, rope, block_len), mod)
 
     def denoise(self, h, c, state, lengths, rope):
         """One noisy block h (b, l, d) -> (b, l, d); reads the cache only."""
         mod = self.modulation(c)
-        return self.leave(h, self.mixer.denoise(self.enter(h, mod), state, lengths, rope), mod)
+        return self.after_mixer(h, self.mixer.denoise(self.mixer_input(h, mod), state, lengths, rope), mod)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -394,8 +395,9 @@ class Layer(nn.Module):
 class BlockDiffusionLM(nn.Module):
     """
     Initialisation (n = number of layers)
-      embedding, projections, MLP      N(0, 0.02), biases 0
-      projections into the residual    N(0, 0.02 / sqrt(2 n)) in hybrid layers; DDiT gates start at 0
+      embedding                        N(0, embed_std)
+      projections, MLP                 N(0, init_std), biases 0
+      projections into the residual    N(0, init_std / sqrt(2 n)) in hybrid layers; DDiT gates start at 0
       AdaLN, head                      0: the untrained loss is ln(vocabulary - 1)
       norms, Mamba's D                 1
       Mamba's A, dt                    A uniform in [1, 16]; dt log-uniform in [1e-3, 0.1] through the
@@ -403,7 +405,7 @@ class BlockDiffusionLM(nn.Module):
       convolution                      uniform in +-1/sqrt(width), weight and bias
     """
 
-    def __init__(self, config):
+    def __init__(self, config, init_std=0.02, embed_std=0.02):
         super().__init__()
         self.config = config
         d = config.d_model
@@ -414,15 +416,16 @@ class BlockDiffusionLM(nn.Module):
         self.adaln = nn.Linear(d, 2 * d)
         self.head = nn.Linear(d, config.vocab_size, bias=False)
         self._rope = None                               # (device and dtype, table of cos and sin)
-        self.init_weights()
+        self.init_weights(init_std, embed_std)
 
     @torch.no_grad()
-    def init_weights(self):
-        residual = 0.02 / math.sqrt(2 * self.config.n_layer) if self.config.hybrid else 0.02
+    def init_weights(self, init_std, embed_std):
+        residual = init_std / math.sqrt(2 * self.config.n_layer) if self.config.hybrid else init_std
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 into_residual = name.endswith(("out_proj", "mlp.2")) and name.startswith("layers")
-                nn.init.normal_(module.weight, std=residual if into_residual else 0.02)
+                std = embed_std if name == "embed" else residual if into_residual else init_std
+                nn.init.normal_(module.weight, std=std)
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
             if name.endswith("adaln") or name == "head":        # every gated layer starts as the identity
@@ -468,14 +471,14 @@ class BlockDiffusionLM(nn.Module):
         return self._rope[1][:, :length].unbind()
 
     def rope_after(self, lengths, count):
-        """Tables (b, 1, count, head_dim / 2) of the `count` positions after each of lengths (b,). The lengths
-        stay on the device: nothing waits for them, so nothing is checked. `new_cache` made the table long enough."""
+        """Tables (b, 1, count, head_dim / 2) of the `count` positions after each of lengths (b,). To check the lengths
+        would wait for the device. It is not needed: `new_cache` made the table long enough."""
         at = lengths[:, None] + torch.arange(count, device=lengths.device)
         return self._rope[1][:, at][:, :, None].unbind()
 
     def condition(self, t):
-        """Conditioning of noisy tokens (m, 1, d) from t (m,). A model that takes no t gets that of t = 0: one learned
-        constant (1, 1, d)."""
+        """Conditioning of noisy tokens (m, 1, d) from t (m,). Without timestep conditioning every t is taken for 0: one
+        learned constant (1, 1, d)."""
         if not self.config.time_conditioning:
             t = torch.zeros(1, device=self.embed.weight.device)
         return F.silu(self.time(t))
@@ -491,19 +494,19 @@ class BlockDiffusionLM(nn.Module):
         return modulate(self.norm(h), *self.adaln(c).chunk(2, -1))
 
     def token_logits(self, hidden):
-        """(..., d) -> (..., v - 1): logits of all tokens but the mask, whose id is the last and whose logit is
-        minus infinity (the substitution parameterisation)."""
+        """(..., d) -> (..., v - 1): logits of all tokens but the mask. The mask is the last id, and its logit is minus
+        infinity: a model never predicts it (the substitution parameterisation)."""
         return F.linear(hidden, self.head.weight)[..., :self.config.mask_id]
 
     def logits(self, hidden):
-        """(..., d) -> (..., v) in fp32, the mask's among them."""
+        """(..., d) -> (..., v) in fp32, with the mask's."""
         out = self.token_logits(hidden)
         return F.pad(out.to(ops.at_least_fp32(out.dtype)), (0, 1), value=float("-inf"))
 
     # -- training: every block at once --
 
     def residual_dtype(self, device):
-        """The residual stream is kept in autocast's dtype: it is what training reads and stores most."""
+        """The residual stream has autocast's dtype, since training reads and stores it more than anything else."""
         if torch.is_autocast_enabled(device.type):
             return torch.get_autocast_dtype(device.type)
         return self.embed.weight.dtype
@@ -513,7 +516,8 @@ class BlockDiffusionLM(nn.Module):
         b, s = x0.shape
         l = self.block_len_for(s)
         dtype = self.residual_dtype(x0.device)
-        # The clean stream stops before the last block, which no block can see.
+        # Two streams: every token is there clean, as a later block sees it, and noisy, as its own block sees it. The
+        # clean stream stops before the last block, which no block can see.
         clean = self.embed(x0[:, :s - l]).to(dtype)                            # (b, s - l, d)
         noisy = self.embed(xt).view(-1, l, self.config.d_model).to(dtype)      # (b * k, l, d): row i * k + j is block j
         c_clean, c_noisy = self.condition_clean(), self.condition(t.reshape(-1))               # (b * k or 1, 1, d)
@@ -524,14 +528,14 @@ class BlockDiffusionLM(nn.Module):
         return self.final(noisy, c_noisy).view(b, s, -1)
 
     def all_block_logits(self, x0, xt, t):
-        """Logits (b, s, v) of every block at once: the deterministic inside of the objective."""
+        """Logits (b, s, v) of every block at once, for given noise."""
         return self.logits(self.all_block_hidden(x0, xt, t))
 
     def draw_noise(self, x0, generator=None, stratum=(0, 1)):
         """
-        Noise levels t (b, k), uniform on [1e-3, 1], and is_masked (b, s), each token with probability t of its block.
-        stratum (j, n): t comes from the j-th of n equal parts of that interval. generator: None, a torch.Generator,
-        or a list with one for each sequence, whose noise then does not depend on the batch that it is in.
+        Noise levels t (b, k), uniform on [1e-3, 1], and is_masked (b, s): a token is masked with probability t of its
+        block. stratum (j, n): t comes from the j-th of n equal parts of that interval. generator: None, a
+        torch.Generator, or a list with one for each sequence; then a sequence's noise is the same in every batch.
         """
         (b, s), (j, n) = x0.shape, stratum
         k = s // self.block_len_for(s)
@@ -554,8 +558,8 @@ class BlockDiffusionLM(nn.Module):
 
     def loss(self, x0, is_masked, t):
         """The loss for given noise: is_masked (b, s), t (b, k)."""
-        # Only masked tokens are scored, so only they need the head. To ask which ones they are waits for the GPU. Asked
-        # before the layers, while little is queued, this lets the host run ahead through forward and backward.
+        # Only masked tokens are scored, so only they need the head. `nonzero` waits for the GPU: here, before the
+        # layers, little work is queued, and afterwards the host can run ahead through forward and backward.
         masked = is_masked.flatten().nonzero().squeeze(1)                      # (m,)
         xt = x0.masked_fill(is_masked, self.config.mask_id)
         weight = (1 / t).repeat_interleave(x0.size(1) // t.size(1), 1)         # (b, s)
@@ -568,8 +572,8 @@ class BlockDiffusionLM(nn.Module):
     # -- generation: a cache of finished blocks and one active block --
 
     def new_cache(self, batch, max_len, block_len=None):
-        """An empty cache for `batch` rows of at most max_len finished tokens each, and an active block
-        of block_len (the model's own by default) after them. Raises ModelError past the capacity."""
+        """An empty cache for `batch` rows of at most max_len finished tokens each, followed by an active block of
+        block_len tokens (default: the model's). Raises ModelError past the rotary capacity."""
         c, weight = self.config, self.embed.weight
         self.rope(max_len)                              # raises past the capacity
         self.rope(min(max_len + (block_len or c.block_len), c.rope_capacity))  # the active block's positions as well
@@ -584,9 +588,9 @@ class BlockDiffusionLM(nn.Module):
 
     @torch.no_grad()
     def prefill(self, x0, cache, chunk_tokens=4096, on_chunk=None):
-        """Reads finished blocks x0 (b, m) into the cache, m a whole number of blocks. At most about chunk_tokens, over
-        all rows, go through the model at a time: a tensor of 2^31 elements would fail. on_chunk(n) is called after n
-        more tokens of each row. Raises ModelError when the cache is too small."""
+        """Appends finished blocks x0 (b, m) to the cache, m a whole number of blocks. About chunk_tokens tokens of all
+        rows together go through the model at a time, since kernels fail at tensors of 2^31 elements. on_chunk(n) is
+        called after n more tokens of each row. Raises ModelError when the cache is too small."""
         if x0.size(1) == 0:
             return
         if self.config.full_sequence:
@@ -606,7 +610,7 @@ class BlockDiffusionLM(nn.Module):
                 on_chunk(x.size(1))
 
     def commit(self, x0_block, cache):
-        """Appends one finished block (b, l): eq. bdlm-kv-cache's clean pass."""
+        """Appends one finished block (b, l) to the cache: the clean pass of eq. bdlm-kv-cache."""
         self.prefill(x0_block, cache)
 
     @torch.no_grad()
@@ -631,8 +635,8 @@ class BlockDiffusionLM(nn.Module):
 
 
 def cast_for_inference(model, dtype):
-    """Casts the weights of a model in place, to evaluation mode, and returns it. A, dt and D stay in fp32 or better:
-    decays over thousands of positions do not bear rounding to 16 bits."""
+    """Casts the weights of a model in place, sets evaluation mode, and returns the model. A, dt and D stay in fp32 or
+    better: errors of a decay grow over thousands of positions."""
     for name, p in model.named_parameters():
         exact = name.endswith(("A_log", "dt_bias", ".D"))
         p.data = p.data.to(ops.at_least_fp32(dtype) if exact else dtype)
@@ -643,7 +647,7 @@ def train_flops(config, s, masked=0.5):
     """
     Floating-point operations of one training sequence of s tokens, forward and backward: matrix
     products of both streams (2 per weight and token, times 3), attention's visible area, the scan's
-    chunked products, and the head on the masked positions only. Nothing recomputed is counted.
+    chunked products, and the head on the masked positions only. Recomputation is not counted.
     """
     d, v, n, di = config.d_model, config.vocab_size, config.d_state, config.d_inner
     l = s if config.full_sequence else config.block_len
@@ -668,8 +672,8 @@ def train_flops(config, s, masked=0.5):
 # ----------------------------------------------------------------------------------------------
 
 def config_from_file(path):
-    """The ModelConfig that a config file, or the bare name of one in config/, describes; its training
-    settings are left aside. Raises ConfigError for a file that cannot be used, or ModelError."""
+    """The ModelConfig of a config file, or of the bare name of one in config/. Its training settings are ignored.
+    Raises ConfigError for a file that cannot be read, ModelError for a shape that cannot work."""
     defaults = dataclasses.asdict(ModelConfig())
     settings = read_file(path, defaults)
     return ModelConfig(**{k: fit(k, v, defaults[k], path) for k, v in settings.items() if k in defaults})

@@ -94,7 +94,7 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
     """
     The same function as `ssd_scan_ref`, as matrix products over chunks of at most chunk_len
     positions (state-space duality, Dao & Gu 2024). Differentiable in every tensor argument. With
-    want_states=False the caller ignores the states, and a faster version may return None for them.
+    want_states=False the states are None, and what the last chunk leaves behind is not computed.
     """
     b, s, h, p = x.shape
     assert s % (block_len or s or 1) == 0, f"{s} positions are not whole blocks of {block_len}"
@@ -114,19 +114,20 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
         scores = Cc @ Bc.transpose(2, 3)                                       # (b, c, l, l)
         y = (scores[:, :, None] * decay) @ xd                                  # (b, c, h, l, p)
 
-        # 2. What each chunk alone leaves behind at its end.
-        to_end = decay[..., -1, :, None]                                       # (b, c, h, l, 1)
-        local = (xd * to_end).transpose(3, 4) @ Bc[:, :, None]                 # (b, c, h, p, n)
+        # 2. What each chunk alone leaves behind at its end; of the last chunk only the states would hold it.
+        m = a.size(1) if want_states else a.size(1) - 1
+        to_end = decay[:, :m, :, -1, :, None]                                  # (b, m, h, l, 1)
+        local = (xd[:, :m] * to_end).transpose(3, 4) @ Bc[:, :m, None]         # (b, m, h, p, n)
 
         # 3. The state before every chunk, from the chunk totals.
-        states = pass_states(local, a.sum(-1), _initial(initial_state, x, B, dtype))
+        states = pass_states(local, a[:, :m].sum(-1), _initial(initial_state, x, B, dtype))
 
         # 4. What that state contributes to the positions of its chunk.
         from_start = torch.exp(a.cumsum(-1))[..., None]                        # (b, c, h, l, 1)
-        y = y + from_start * (Cc[:, :, None] @ states[:, :-1].transpose(3, 4))
+        y = y + from_start * (Cc[:, :, None] @ states[:, :a.size(1)].transpose(3, 4))
         y = y.permute(0, 1, 3, 2, 4).reshape(b, -1, h, p)[:, :s] + D[..., None] * xs
-        every = block_len // l if block_len else states.size(1) - 1
-        return y.to(x.dtype), states[:, ::every]
+        every = block_len // l if block_len else a.size(1)
+        return y.to(x.dtype), states[:, ::every] if want_states else None
 
 
 def pass_states(local, log_decay, initial):
@@ -219,6 +220,7 @@ def two_stream_mask(q, kv, block_len, n_clean):
 
 
 @replaceable
+@functools.lru_cache(maxsize=1)
 def two_stream_masks(s, block_len, device):
     """
     The rule above for s tokens in blocks of block_len: boolean masks (n_clean, n_clean) for clean queries and

@@ -247,7 +247,7 @@ class ShardedAdamW:
                 shard.copy_(flat[own])
         self.adamw = torch.optim.AdamW(
             [dict(params=[f["shard"]], weight_decay=f["weight_decay"]) for f in self.flats],
-            lr=lr, betas=betas, eps=1e-8, fused=self.flats[0]["flat"].is_cuda)
+            lr=lr, betas=betas, eps=1e-8, fused=True)
 
     def reduce(self):
         """Gives each rank the sum over ranks of the gradients of its shard: not the mean, because the loss was divided
@@ -308,8 +308,7 @@ class ShardedAdamW:
         They may have been saved by another number of ranks."""
         for f in self.flats:
             f["shard"].copy_(f["flat"][f["own"]])
-            state = dict(step=torch.tensor(float(saved["step"]), device=f["shard"].device
-                                           if f["shard"].is_cuda else "cpu"))
+            state = dict(step=torch.tensor(float(saved["step"]), device=f["shard"].device))
             for key in ("exp_avg", "exp_avg_sq"):
                 full = torch.zeros_like(f["flat"])
                 for name, (start, shape) in f["places"].items():

@@ -8,7 +8,7 @@ parallel.py). Objective: eq. prefix-cache with the weight of eq. bdlm-masked-obj
 Data order and noise are functions of (seed, step, row of the global batch): a resumed run, another
 number of GPUs or another micro-batch continues the same run, up to the order of summation.
 """
-from configurator import ConfigError, check, configure, mute, script, settings_of, tqdm  # first: see quiet_interrupt
+from configurator import ConfigError, check, configure, mute, script, settings_of  # first: see quiet_interrupt
 import contextlib
 import fcntl
 import glob
@@ -26,11 +26,12 @@ from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from data import TokenData, bits_per_byte, noise_generators
 from files import misfit, write_file, writing
 from model import BlockDiffusionLM, ModelConfig, ModelError, train_flops
+from nelbo import nelbo_counts
 from parallel import (Parallel, ShardedAdamW, ampere, compile_layers, lost_rank, matmul_ceiling, pick_dtype,
                       select_kernels, share_of_batch)
 
 # ---------------------------------------------------------------------------------------------
-# Settings: the defaults train a small BDLM Mamba-H on bytes in under four minutes on two cores.
+# Settings: the defaults train a small BDLM Mamba-H on bytes in under two minutes on two cores.
 out_dir = "out"                         # where the checkpoint, the log and its picture go
 resume = False                          # continue from out_dir/ckpt.pt
 init_from = ""                          # begin with the weights of this checkpoint; all else starts anew
@@ -44,16 +45,18 @@ block_len = 16                          # tokens of a diffusion block; seq_len f
 attn_every = 2                          # attention at layers 0, attn_every, ...; 1: attention only
 n_layer = 3                             # layers
 n_head = 4                              # attention heads
-d_model = 96                            # width
+d_model = 64                            # width
 d_state = 32                            # Mamba-2 state size
 mamba_head_dim = 64                     # width of a Mamba-2 head
 time_conditioning = False               # modulate noisy tokens by their block's noise level
 reverse_scan = True                     # an ablation if false: Mamba layers scan forward alone
 detach_prefix = False                   # an ablation if true: block losses do not train the prefix
+init_std = 0.1                          # of initial weights; the wide models of config/ take 0.02
+embed_std = 1.0                         # of the initial embedding
 # optimisation
 batch_size = 2                          # sequences per step, over all devices
 micro_batch_size = 0                    # sequences a device holds at a time; 0: all of its share
-max_iters = 4500                        # training steps
+max_iters = 3500                        # training steps
 learning_rate = 2e-3                    # peak, after the warm-up
 min_lr = 1e-6                           # at the end of the cosine
 warmup_iters = -1                       # steps of linear warm-up; -1: 200, or a tenth of a shorter run
@@ -64,7 +67,7 @@ grad_clip = 1.0                         # largest norm of the gradient; 0: no cl
 seed = 1337                             # of data order, initialisation and noise
 # evaluation, logging, saving
 eval_only = False                       # validate once, with --resume what was trained, and write nothing
-eval_interval = 1500                    # steps between validations, each with a checkpoint
+eval_interval = 1000                    # steps between validations, each with a checkpoint
 eval_sequences = 64                     # validation sequences, the first of the split
 eval_samples = 2                        # noise samples per validation sequence
 log_interval = 100                      # steps between lines of the log
@@ -113,29 +116,8 @@ def plot_log(path, png):
     plt.close(fig)
 
 
-@torch.no_grad()
-def validation_nelbo(model, sequences, samples, seed, parallel, autocast, micro, stop=()):
-    """Mean NELBO in nats per token over sequences (n, s), noise seeded per sequence and sample. None if
-    something appears in `stop` before the end, which one process alone can heed."""
-    nats = tokens = 0
-    mine = list(range(parallel.rank, len(sequences), parallel.world))
-    for i in tqdm(range(0, len(mine), micro), "validation", delay=3, leave=False,
-                  disable=None if parallel.rank == 0 else True):            # None: on a terminal alone
-        if stop and parallel.world == 1:
-            return None
-        rows = mine[i:i + micro]
-        x0 = sequences[rows].to(parallel.device)
-        for sample in range(samples):
-            generators = noise_generators(seed, [sample << 32 | row for row in rows])       # as in eval.py
-            with autocast():
-                nats += float(model(x0, generators)) * x0.numel()
-            tokens += x0.numel()
-    nats, tokens = parallel.sum([nats, tokens])
-    return nats / tokens
-
-
 def log_rows(path):
-    """{line: row} of the whole lines of a log.jsonl, in order; a line that was cut off is no row."""
+    """{line: row} of a log.jsonl, in order. A last line that was cut off is left out."""
     rows = {}
     with open(path, errors="replace") as f:
         for line in f:
@@ -145,7 +127,7 @@ def log_rows(path):
     return {line: row for line, row in rows.items() if line.endswith("\n") and not misfit(row, form)}
 
 
-def begin_with(model, weights):
+def load_weights(model, weights):
     """Copies weights, {name: tensor}, of another run into the model. No parameter depends on the block length, so a
     full-sequence model can become a block model, and long blocks short ones. Raises ModelError for another shape."""
     mine = model.state_dict()
@@ -159,8 +141,8 @@ def begin_with(model, weights):
 
 
 class Log:
-    """out_dir/log.jsonl, one object per line; a resumed run drops what lies past its checkpoint. Open
-    and locked while the run lasts, so that a second one in the same folder is refused (ConfigError)."""
+    """out_dir/log.jsonl, one object per line. A resumed run drops the lines after its checkpoint. The file is locked
+    while the run lasts: a second run in the same folder is refused (ConfigError)."""
 
     def __init__(self, path, step, enabled):
         self.path, self.files, self.validated = path, [], set()
@@ -168,7 +150,7 @@ class Log:
             return
         self.open()
         for left in glob.glob(os.path.join(glob.escape(os.path.dirname(path)), "ckpt.pt.*.tmp")):
-            os.remove(left)                                 # of a run that was killed while it saved
+            os.remove(left)                                 # a run was killed while it saved
         rows = {line: row for line, row in log_rows(path).items() if row["step"] <= step}
         if sum(map(len, rows)) != os.path.getsize(path):
             write_file(path, "".join(rows), "choose another out_dir")
@@ -176,7 +158,7 @@ class Log:
         self.validated = {row["step"] for row in rows.values() if "val_loss" in row}
 
     def open(self):
-        """Opens and locks the file. One that was replaced stays locked, for whoever has just opened it."""
+        """Opens and locks the file. A replaced file stays locked too: another process may have just opened it."""
         self.files.append(open(self.path, "a"))
         try:
             fcntl.flock(self.files[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -199,14 +181,13 @@ class Log:
 # The script
 
 def check_settings():
-    """Raises ConfigError, before any file is opened, for settings that cannot work; works out those that depend on
-    others."""
+    """Raises ConfigError, before any file is opened, for settings that cannot work. Derives warmup_iters."""
     global warmup_iters
     check(globals(), least=dict(
         batch_size=1, micro_batch_size=0, seq_len=1, max_iters=1, warmup_iters=-1, min_lr=0, weight_decay=0,
         grad_clip=0, beta1=0, beta2=0, seed=0, eval_interval=1, eval_sequences=0, eval_samples=1,
-        log_interval=1, dist_timeout=1), most=dict(batch_size=2 ** 20), above=dict(learning_rate=0),
-        below=dict(beta1=1, beta2=1, seed=2 ** 32),
+        log_interval=1, dist_timeout=1, init_std=0, embed_std=0),
+        most=dict(batch_size=2 ** 20), above=dict(learning_rate=0), below=dict(beta1=1, beta2=1, seed=2 ** 32),
         choices=dict(dtype=("auto", "float32", "bfloat16")))
     if warmup_iters < 0:
         warmup_iters = min(200, max_iters // 10)
@@ -232,16 +213,16 @@ def main():
         try:
             if master:
                 print(*words, flush=True)
-        except OSError as error:                            # a full disk is no reason to stop
+        except OSError as error:                            # a full disk does not end a training
             mute()
-            if isinstance(error, BrokenPipeError):          # nobody reads on: save and end
+            if isinstance(error, BrokenPipeError):          # a closed pipe does: save and end
                 stop.append(signal.SIGPIPE)
 
     # 1. Data. The default corpus is the standard library of this Python, prepared on first use.
     if data == "data/stdlib" and not os.path.exists(os.path.join(data, "meta.json")) and master:
         say("preparing data/stdlib from this Python's own source files")
         data_module.prepare_stdlib(data, advice="run python data.py stdlib --out=FOLDER, and add --data=FOLDER")
-    parallel.sum([0])                                       # a barrier: nobody reads data that rank 0 still writes
+    parallel.sum([0])                                       # a barrier: the others wait while rank 0 prepares data
     train_data = TokenData(data, "train", tokenizer)
     val_data = TokenData(data, "val", tokenizer)
     val = val_data.sequences(seq_len, eval_sequences)
@@ -254,13 +235,13 @@ def main():
     fields = {f: s[f] for f in ModelConfig.__dataclass_fields__ if f in s}
     config = ModelConfig(**fields)
     torch.manual_seed(seed)
-    model = BlockDiffusionLM(config).to(dev)
+    model = BlockDiffusionLM(config, init_std, embed_std).to(dev)
     micro_batches = share_of_batch(batch_size, micro_batch_size, parallel.rank, parallel.world)
     optimizer = ShardedAdamW(model, learning_rate, (beta1, beta2), weight_decay,
                              parallel.rank, parallel.world)
     path, step, losses, skipped = os.path.join(out_dir, "ckpt.pt"), 0, [], 0
-    if init_from and not resume:                            # a run that is resumed has begun already
-        begin_with(model, load_checkpoint(find_checkpoint(init_from))["model"])
+    if init_from and not resume:
+        load_weights(model, load_checkpoint(find_checkpoint(init_from))["model"])
     if resume:
         record = load_checkpoint(path, "optimizer", "settings", "step")
         if record["config"] != vars(config):
@@ -295,40 +276,42 @@ def main():
         f"{len(micro_batches)} micro-batches | {max_iters * batch_size * seq_len:,} tokens in all")
 
     def on_signal(number, frame):
-        if stop and number == signal.SIGINT:                # asked twice: at once, unsaved
+        if stop and number == signal.SIGINT:                # a second Ctrl-C ends at once, without saving
             raise KeyboardInterrupt
         stop.append(number)
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(sig) != signal.SIG_IGN:         # as under nohup
+        if signal.getsignal(sig) != signal.SIG_IGN:         # nohup ignores SIGHUP
             signal.signal(sig, on_signal)
 
     def validate():
-        """The validation loss after `step` steps, logged where it is not yet; None if a signal cut it off."""
-        model.eval()
-        loss = validation_nelbo(model, val, eval_samples, seed, parallel, autocast,
-                                len(micro_batches[0]), stop)
+        """The validation loss after `step` steps; logs it once. None if a signal interrupted it."""
+        counts = nelbo_counts(model.eval(), val, parallel, autocast, seed, eval_samples,
+                              batch_size=len(micro_batches[0]), stop=stop)
         model.train()
-        if loss is not None and step not in log.validated:
+        if counts is None:
+            return None
+        loss = parallel.sum([counts[..., 0].sum()])[0] / (eval_samples * val.numel())
+        if step not in log.validated:
             if step:
                 log.write(dict(step=step, val_loss=round(loss, 5)))
             say(f"{step:>6}/{max_iters} validation {loss:.4f} nats per token")
         return loss
 
     def save():
-        """Writes ckpt.pt. Returns False where training has just failed: the one before stays as it was."""
-        good = not bad_steps and all(p.isfinite().all() for p in model.parameters())   # on all ranks alike
+        """Writes ckpt.pt, unless steps or weights are not finite: then it returns False and keeps the one before."""
+        good = not bad_steps and all(p.isfinite().all() for p in model.parameters())   # the same on all ranks
         state = optimizer.state_dict() if good else None
         if good and master:
             save_checkpoint(path, model, step=step, optimizer=state, tokenizer=tokenizer, settings=s,
                             losses=losses, skipped=skipped)
         return good
 
-    def kept():
+    def last_checkpoint():
         return f"{path} is the last good checkpoint, go on with --resume" if os.path.exists(path) else \
             "there is no checkpoint yet"
 
     def end():
-        """Ends the process; its status tells of a signal."""
+        """Ends the process, after a signal with the status of one."""
         parallel.close()
         sys.exit(128 + stop[0] if stop else 0)
 
@@ -336,16 +319,16 @@ def main():
         validate()
         end()
     if init_from and not resume:
-        validate()                                          # what training starts from
+        validate()                                          # before the first step
 
     # 4. The loop.
     flops = train_flops(config, seq_len) * batch_size / parallel.world
     ceiling = matmul_ceiling(dev) if ampere(dev) else None
     if ceiling:
         say(f"{flops / 1e12:.1f} TFLOP a step and GPU; MFU is of {ceiling / 1e12:.0f} TFLOP/s, measured")
-    bad_steps, started, first = 0, time.time(), step
-    tick, ticked, val_loss = started, step, None
-    # A validation that an interrupt cut off is made now. Only rank 0 knows the log.
+    bad_steps, started, first_step = 0, time.time(), step
+    logged_at, logged_step, val_loss = started, step, None      # of the last line of the log
+    # An interrupt may have cut a validation off: then it is made now. Only rank 0 knows the log.
     due = master and step and (step % eval_interval == 0 or step == max_iters) and step not in log.validated
     if parallel.sum([bool(due)])[0]:
         val_loss = validate()
@@ -356,15 +339,15 @@ def main():
         optimizer.zero_grad()
         loss = 0.0
         for rows in micro_batches:
-            # Data and noise belong to a row of the global batch, whoever runs it. Its loss is weighted by its share of
-            # that batch, so micro-batches and ranks add up and are never averaged.
+            # Data and noise are functions of (seed, step, row of the global batch), whichever rank runs the row. The
+            # loss is weighted by the rows' share of that batch: micro-batches and ranks add up, nothing is averaged.
             x0 = train_data.batch(seed, step, rows, batch_size, seq_len).to(dev, non_blocking=True)
             generators = noise_generators(seed, [step * batch_size + row for row in rows])
             with autocast():
-                part = model(x0, generators) * (len(rows) / batch_size)
-            part.backward()
-            loss = loss + part.detach()
-        norm = optimizer.reduce()
+                share = model(x0, generators) * (len(rows) / batch_size)
+            share.backward()
+            loss = loss + share.detach()                    # stays on the device: reading it here would wait
+        norm = optimizer.reduce()                           # sums gradients over ranks; the norm of the sum
         loss, = parallel.sum([float(loss)])
         norm = float(norm)
         if math.isfinite(loss) and math.isfinite(norm):     # the same on all ranks: both are sums over ranks
@@ -375,19 +358,19 @@ def main():
             bad_steps, skipped = bad_steps + 1, skipped + 1
             say(f"step {step}: loss {loss}, gradient norm {norm}: step skipped ({bad_steps} in a row)")
             if bad_steps == 3:
-                raise ModelError(f"three steps in a row were not finite; lower learning_rate; {kept()}")
+                raise ModelError(f"three steps in a row were not finite; lower learning_rate; {last_checkpoint()}")
         step += 1
-        # A signal may reach one rank alone, and all must stop at the same step. Asking is a collective: every ten steps.
+        # A signal may reach one rank only, but all must stop at the same step. Asking is a collective: every ten steps.
         stopping = parallel.sum([len(stop)])[0] > 0 if step % 10 == 0 or parallel.world == 1 else False
 
         if step % log_interval == 0 or step == max_iters:
             now = time.time()
-            ms = 1000 * (now - tick) / (step - ticked)
+            ms = 1000 * (now - logged_at) / (step - logged_step)
             mean = sum(losses) / len(losses) if losses else None
             row = dict(step=step, loss=mean and round(mean, 5), lr=lr, grad_norm=round(norm, 4), ms=round(ms, 2),
                        tok_per_s=round(1000 * batch_size * seq_len / ms), skipped=skipped,
                        memory=torch.cuda.max_memory_allocated() if dev.type == "cuda" else 0)
-            done = (step - first) / (max_iters - first)
+            done = (step - first_step) / (max_iters - first_step)
             eta = (now - started) * (1 - done) / done
             speed = f"{row['tok_per_s']:,} tok/s"
             if ceiling:
@@ -396,7 +379,7 @@ def main():
             say(f"{step:>6}/{max_iters} {'#' * int(20 * step / max_iters):<20} loss {mean or math.nan:.4f} | "
                 f"lr {lr:.2e} | grad {norm:.2f} | {ms:.0f} ms | {speed} | ETA {duration(eta)}")
             log.write(row)
-            tick, ticked, losses = now, step, []
+            logged_at, logged_step, losses = now, step, []
         paused = time.time()
         if step % eval_interval == 0 or step == max_iters:
             val_loss = validate()
@@ -404,13 +387,13 @@ def main():
         if step % eval_interval == 0 or step == max_iters or stopping:
             if not save() and step == max_iters:
                 raise ModelError(f"training ended in steps or weights that are not finite; lower learning_rate; "
-                                 f"{kept()}")
-        tick += time.time() - paused                    # validating and saving are not training
+                                 f"{last_checkpoint()}")
+        logged_at += time.time() - paused                   # validating and saving do not count as training time
         if stopping:
-            say(f"stopped at step {step}; {kept()}")
+            say(f"stopped at step {step}; {last_checkpoint()}")
             end()
 
-    # 5. What came out.
+    # 5. The result: bits per byte beside what simple statistics of the text reach, and the picture.
     val_loss = validate() if val_loss is None else val_loss
     if val_loss is None:
         end()

@@ -18,6 +18,7 @@ micro_batch_size = 4
 max_iters = 1000                # not a training recipe
 warmup_iters = 100
 learning_rate = 1e-3
+init_std = embed_std = 0.02
 eval_interval = 1000
 eval_sequences = 64
 log_interval = 10

@@ -16,6 +16,7 @@ batch_size = 32
 max_iters = 19_074              # 32 x 8192 x 19,074 = 5.000B tokens
 warmup_iters = 2000
 learning_rate = 4e-3             # best of five by C4 perplexity, tab:validation-87m-full
+init_std = embed_std = 0.02
 micro_batch_size = 4            # 8 GPUs x 4; one GPU accumulates 8 times
 eval_interval = 1000
 eval_sequences = 64

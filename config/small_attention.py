@@ -16,6 +16,7 @@ batch_size = 2
 max_iters = 2500                # 2 x 8192 x 2500 = 41M tokens: three times over 12.9M
 warmup_iters = 150
 learning_rate = 1e-3
+init_std = embed_std = 0.02
 eval_interval = 250
 eval_sequences = 32
 eval_samples = 1

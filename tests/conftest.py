@@ -1,26 +1,47 @@
-"""Small models in fp64 for the tests; equalities are checked to rounding, not to taste."""
+"""What the tests share: small models, a small corpus, a small training run, and scripts that run in this process."""
+import contextlib
+import importlib.util
+import io
+import json
+import multiprocessing
 import os
+import runpy
+import signal
+import socket
 import sys
+import time
+from pathlib import Path
 
 # Idle OpenMP threads sleep: spinning, they take the cores from whatever else the machine runs.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OMP_NUM_THREADS", "1")           # these models are too small for more
 
 import pytest
 import torch
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 
+from checkpoint import export, save_checkpoint  # noqa: E402
+from configurator import configure  # noqa: E402
+from data import prepare_stdlib  # noqa: E402
 from decoders import Sampler  # noqa: E402
 from model import BlockDiffusionLM, ModelConfig  # noqa: E402
-from parallel import has_fast  # noqa: E402
+from parallel import ROOT, has_fast  # noqa: E402
 from sample import generate, open_engine  # noqa: E402
+from tools import prepare  # noqa: E402
 
 # The four architectures, small: (attn_every, block_len) for 32-token sequences.
 ARCHITECTURES = {"attention": (1, 32), "diffumamba_h": (2, 32), "bdlm_attention": (1, 8), "mamba_h": (2, 8)}
 BLOCK_MODELS = ["bdlm_attention", "mamba_h"]
 NO_FAST = "needs the folder fast/"
 ENGINES = ["simple", pytest.param("fused", marks=pytest.mark.skipif(not has_fast(), reason=NO_FAST))]
+
+# A training that takes a quarter of a second: four steps of a hybrid of two layers.
+TINY = ["--seq_len=32", "--block_len=8", "--d_model=32", "--n_head=2", "--n_layer=2", "--attn_every=2",
+        "--d_state=8", "--mamba_head_dim=16", "--batch_size=4", "--warmup_iters=1", "--max_iters=4",
+        "--log_interval=1", "--eval_interval=2", "--eval_sequences=4", "--device=cpu", "--learning_rate=1e-2"]
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
 def need_fast():
@@ -67,5 +88,211 @@ def generate_by(engine, model, *request, **rest):
 
 
 @pytest.fixture(autouse=True)
-def _seeded():
+def _seeded(monkeypatch):
+    """And nothing waits for the disk, which would be most of the time that small files take."""
     torch.manual_seed(0)
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A prepared text of 60 small source files."""
+    source = tmp_path_factory.mktemp("source")
+    for i in range(60):
+        (source / f"module_{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * (5 + i % 7))
+    out = tmp_path_factory.mktemp("data") / "c4"
+    prepare_stdlib(str(out), root=str(source))
+    return str(out)
+
+
+@pytest.fixture(scope="session")
+def trained(corpus, tmp_path_factory):
+    """The folder of a finished run of eight steps."""
+    out = str(tmp_path_factory.mktemp("trained"))
+    run_train(TINY + [f"--data={corpus}", f"--out_dir={out}", "--log_interval=3", "--max_iters=8", "--eval_interval=4"])
+    return out
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory, corpus):
+    """Untrained checkpoints of a block model and a full-sequence model on bytes."""
+    paths = []
+    for name in ("mamba_h", "attention"):
+        attn_every, block_len = ARCHITECTURES[name]
+        model = BlockDiffusionLM(ModelConfig(
+            vocab_size=258, seq_len=32, block_len=block_len, attn_every=attn_every, n_layer=2, n_head=2,
+            d_model=32, d_state=8, mamba_head_dim=16, chunk_len=4))
+        paths.append(str(tmp_path_factory.mktemp("out") / "ckpt.pt"))
+        save_checkpoint(paths[-1], model, step=0, tokenizer="bytes",
+                        settings=dict(learning_rate=4e-3, data=corpus))
+    return paths
+
+
+QUESTION = dict(task="piqa", id="1", context="a", choices=[" b", " c"], gold=0)
+
+
+def write_rows(path, rows):
+    """Questions, or ready lines, as a JSONL file."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(f"{line}\n" for line in lines), errors="surrogateescape")
+    return path
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with a checkpoint of a model of bytes, and the model."""
+    model = make_model("mamba_h", torch.float32, vocab_size=258)
+    save_checkpoint(str(tmp_path / "out" / "ckpt.pt"), model, step=7, tokenizer="bytes",
+                    settings=dict(data="data/x", learning_rate=1e-3, out_dir="/home/somebody"))
+    return str(tmp_path / "out"), model
+
+
+def exported(saved, **how):
+    """The folder of an export, beside the checkpoint's."""
+    folder = os.path.join(os.path.dirname(saved[0]), "export")
+    export(saved[0], folder, **how)
+    return folder
+
+
+# -- scripts --------------------------------------------------------------------------------------
+
+def module_of(name):
+    """A script, as train or eval, as a module with globals of its own."""
+    spec = importlib.util.spec_from_file_location(f"{name}_under_test", ROOT / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def signals_put_back():
+    handlers = [signal.getsignal(s) for s in SIGNALS]
+    try:
+        yield
+    finally:
+        for s, handler in zip(SIGNALS, handlers):
+            signal.signal(s, handler)
+
+
+def run_train(argv, patch=lambda module: None):
+    """train.py's main in this process, after `patch` has changed the module."""
+    module = module_of("train")
+    configure(vars(module), argv)
+    patch(module)
+    with signals_put_back():
+        module.main()
+    return module
+
+
+def read_log(out_dir):
+    return [json.loads(line) for line in Path(out_dir, "log.jsonl").read_text().splitlines()]
+
+
+def script(name, *argv):
+    """`python name argv` or, for "tools.NAME", `python -m name argv`, in this process and with new globals.
+    Returns (exit status, what it printed to stdout, to stderr)."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    out.reconfigure = lambda **how: None
+    before = sys.argv, list(sys.path)
+    sys.argv = [name, *map(str, argv)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), signals_put_back():
+            if name.startswith("tools."):
+                loaded = sys.modules.pop(name, None)    # run_module wants to load it itself
+                runpy.run_module(name, run_name="__main__")
+            else:
+                runpy.run_path(str(ROOT / name), run_name="__main__")
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        err.write(stop.code if isinstance(stop.code, str) else "")
+    finally:
+        sys.argv, sys.path[:] = before
+        if name.startswith("tools.") and loaded:
+            sys.modules[name] = loaded
+    return status, out.getvalue(), err.getvalue()
+
+
+# Processes are forked from a server that has imported what takes seconds.
+FORKING = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload(["torch._dynamo", "matplotlib.pyplot", "tiktoken"])  # AdamW imports _dynamo
+
+
+def child_main(argv, environment, paths):
+    os.environ.update(environment)
+    for path, descriptor in zip(paths, (1, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)
+    sys.argv = [str(arg) for arg in argv]
+    runpy.run_path(str(ROOT / argv[0]), run_name="__main__")
+
+
+class Child:
+    """`python argv...`, a script in a process of its own, which prints to two files in `folder`."""
+
+    def __init__(self, folder, *argv, **environment):
+        name = os.path.join(folder, str(time.monotonic_ns()))
+        self.start(argv, environment, [f"{name}.out", f"{name}.err"])
+
+    def start(self, argv, environment, paths):
+        self.paths = paths
+        for path in paths:
+            Path(path).touch()
+        self.process = FORKING.Process(target=child_main, args=(argv, environment, paths))
+        self.process.start()
+
+    def printed(self):
+        """What it has printed so far, to stdout and to stderr."""
+        return [Path(path).read_text() for path in self.paths]
+
+    def wait_for(self, text):
+        """Until it has printed this."""
+        deadline = time.monotonic() + 60
+        while text not in self.printed()[0] and self.process.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert text in self.printed()[0], self.printed()
+
+    def end(self, signal_number=None):
+        """Its exit status, what it printed to stdout and to stderr; after a signal, if one is given."""
+        if signal_number is not None:
+            os.kill(self.process.pid, signal_number)
+        self.process.join(100)
+        assert self.process.exitcode is not None, "it does not end"
+        return self.process.exitcode, *self.printed()
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def start_ranks(folder, world, *argv, per_node=None):
+    """The processes of one run, with the variables that torchrun gives them."""
+    per_node, port = per_node or world, free_port()
+    return [Child(folder, *argv, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank % per_node),
+                  LOCAL_WORLD_SIZE=str(per_node), GROUP_RANK=str(rank // per_node), MASTER_ADDR="localhost",
+                  MASTER_PORT=str(port), OMP_NUM_THREADS="1") for rank in range(world)]
+
+
+@pytest.fixture
+def child(monkeypatch):
+    """Starts `python data.py ...` with small shards in a process of its own: forked, so that it has them too."""
+    if "fork" not in multiprocessing.get_all_start_methods():
+        pytest.skip("no fork on this system")
+    monkeypatch.setattr(prepare, "SAVE_TOKENS", 20_000)
+    monkeypatch.setattr(prepare, "BATCH_BYTES", 20_000)
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 100_000)
+
+    def start(*arguments, before=lambda: None):
+        def run():
+            before()
+            prepare.main([str(argument) for argument in arguments])
+        process = multiprocessing.get_context("fork").Process(target=run)
+        process.start()
+        return process
+    return start
+
+
+def status(process):
+    process.join(60)
+    return process.exitcode

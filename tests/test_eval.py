@@ -1,14 +1,10 @@
-"""Evaluation: likelihoods known exactly, invariance to batches and ranks, question sets, bad input."""
+"""Evaluation: likelihoods known exactly, the same number for every batch size and rank count, question sets."""
 import hashlib
-import importlib.util
 import itertools
 import json
 import math
 import os
 import re
-import runpy
-import subprocess
-import sys
 import types
 
 import numpy as np
@@ -16,18 +12,13 @@ import pytest
 import torch
 
 import eval as evaluation
-from conftest import ARCHITECTURES, BLOCK_MODELS, make_model
 from checkpoint import save_checkpoint
-from configurator import configure
-from data import (TASKS, DataError, encode_choices, get_tokenizer, load_questions, noise_generators,
-                  prepare_stdlib, task_paths)
-from eval import (answer_rows, credit, masked_cross_entropy, nelbo_counts, nelbo_figures, ratio, score_answers,
-                  sequence_nelbo, task_figures, text_figures)
-from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file
-from paper import PARAMS, RESULTS
-from tools import prepare
+from conftest import (ARCHITECTURES, BLOCK_MODELS, QUESTION, make_model, script, start_ranks, write_rows)
+from data import TASKS, get_tokenizer, load_questions, noise_generators
+from eval import nelbo_figures, ratio, score_answers, task_figures
+from model import BlockDiffusionLM, ModelConfig, ModelError
+from nelbo import masked_cross_entropy, nelbo_counts, sequence_nelbo
 
-ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), ".."))
 all_models = pytest.mark.parametrize("name", ARCHITECTURES)
 block_models = pytest.mark.parametrize("name", BLOCK_MODELS)
 
@@ -126,41 +117,6 @@ def test_the_estimate_agrees_with_the_exact_bound_within_three_standard_errors(n
         f = figures_of(model, x.repeat(600 // settings["mc"], 1), **settings)
         assert abs(f["nelbo"] - exact) < 3 * f["nelbo_se"]
         assert f["nelbo_se"] < 0.1 * exact, "or the line above would prove nothing"
-
-
-class ToyModel:
-    """The exact denoiser of a known distribution over three tokens; its hidden states are logits."""
-
-    def __init__(self, joint):
-        self.joint = joint                                                     # (3, 3, 3)
-        self.config = types.SimpleNamespace(mask_id=3)
-        self.head = types.SimpleNamespace(weight=torch.eye(4, dtype=torch.float64))
-
-    draw_noise = BlockDiffusionLM.draw_noise
-
-    def block_len_for(self, s):
-        return s
-
-    def all_block_hidden(self, x0, xt, t):
-        out = torch.full((len(xt), 3, 4), -1e9, dtype=torch.float64)
-        for row, logits in zip(xt.tolist(), out):
-            seen = self.joint[tuple(slice(None) if v == 3 else slice(v, v + 1) for v in row)]
-            for i in range(3):
-                p = seen.sum([j for j in range(3) if j != i]).log()
-                logits[i, :3] = p if row[i] == 3 else 0
-        return out
-
-
-def test_the_bound_of_the_exact_denoiser_is_the_entropy_of_its_distribution():
-    joint = torch.rand(3, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 3
-    joint /= joint.sum()
-    draws = torch.multinomial(joint.flatten(), 1500, True, generator=torch.Generator().manual_seed(1))
-    x = torch.stack([draws // 9, draws // 3 % 3, draws % 3], 1)
-    exact = -joint[x[:, 0], x[:, 1], x[:, 2]].log().sum() / x.numel()          # nats per token
-    f = figures_of(ToyModel(joint), x, mc=2, stratified=True)
-    assert abs(f["nelbo"] - exact) < 3 * f["nelbo_se_noise"] < 0.1
-    best = joint.sum((1, 2)).max()                                             # a sane range for accuracy
-    assert 100 / 3 < f["acc"] < 100 and best < 1
 
 
 # -- noise, errors -------------------------------------------------------------------------------
@@ -302,30 +258,6 @@ def test_the_nelbo_of_an_answer_agrees_with_its_exact_bound(name):
     assert abs(value - exact_bound(model, x, known=14)) < 3 * se < 0.15 * value
 
 
-@block_models
-def test_a_context_is_read_once_for_all_choices_of_a_question(name, monkeypatch):
-    model, read = make_model(name), []
-    prefill = model.prefill
-    monkeypatch.setattr(model, "prefill", lambda x, cache: (read.append(x.numel()), prefill(x, cache)))
-    context = list(range(19))
-    scores_of(model, [[(context, [1, 2, 3]), (context, [4]), (context, [5, 6])]], budget=24)
-    assert sum(read) == 16                              # two whole blocks of 8; the rest is active
-
-
-@all_models
-def test_rows_score_an_answer_once_and_only_whole_blocks_are_prefix(name):
-    config = make_model(name).config
-    for context, answer in itertools.chain(*make_questions()):
-        rows = list(answer_rows(config, (0, 0), context, answer, None))
-        assert [token for row in rows for token in row.target] == answer
-        for row, place in zip(rows, range(len(context), len(context) + len(answer))):
-            known = [*context, *answer, *[config.mask_id] * 8]
-            known[place] = config.mask_id
-            end = len(row.prefix) + len(row.xt)
-            assert [*row.prefix, *row.xt] == known[:end] and row.at == [place - len(row.prefix)]
-            assert not row.prefix if config.full_sequence else len(row.prefix) % 8 == end % 8 == 0
-
-
 # -- question sets -------------------------------------------------------------------------------
 
 BYTES = get_tokenizer("bytes")
@@ -334,12 +266,6 @@ BYTES = get_tokenizer("bytes")
 def make_rows(contexts, choices, gold):
     return [dict(task="arc_easy", id=str(i), context=c, choices=[" " + x for x in xs], gold=g)
             for i, (c, xs, g) in enumerate(zip(contexts, choices, gold))]
-
-
-def write_rows(path, rows):
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_text("".join(f"{line}\n" for line in lines), errors="surrogateescape")
-    return path
 
 
 def test_accuracy_per_token_accuracy_ties_and_baselines(tmp_path):
@@ -353,12 +279,6 @@ def test_accuracy_per_token_accuracy_ties_and_baselines(tmp_path):
     assert f["majority"] == 75
     assert f["uniform"] == pytest.approx(100 * (0 + 1 / 3 + 0.5 + 0.5) / 4)
     assert f["acc_se"] == pytest.approx(100 * np.std([0, 1, 0.5, 1], ddof=1) / 2)
-
-
-def test_choices_that_differ_by_rounding_share_the_credit():
-    exists, gold = np.array([[True, True, False]]), np.array([0])
-    assert credit(np.array([[3 + 1e-9, 3, 0]]), exists, gold)[0] == 0.5
-    assert credit(np.array([[3 + 1e-4, 3, 0]]), exists, gold)[0] == 0
 
 
 def uniform(model):
@@ -385,135 +305,32 @@ def test_a_uniform_model_scores_chance_per_token_and_its_baseline_in_sums(tmp_pa
     assert 0 < abs(f["acc"] - f["chance"]) < 3 * f["acc_se"] < 12
 
 
-@block_models
-def test_winogrande_scores_the_shared_suffix_and_arc_takes_3_to_5_choices(name, tmp_path):
-    """From the sets' own rows to likelihoods, each as the definition has it."""
-    model = make_model(name, vocab_size=258, seq_len=64)
-    rows = [prepare.question("arc_challenge", dict(id=str(n), question="Why?", answerKey="C", choices=dict(
-        text=[f"it {i}" for i in range(n)], label=list("ABCDE"[:n]))), n) for n in (3, 4, 5)]
-    rows.append(prepare.question("winogrande", dict(
-        sentence="Ann beat Bob so _ won it.", option1="Ann", option2="Bob", answer="2"), 1))
-    rows = load_questions(write_rows(tmp_path / "arc_challenge.jsonl", rows), BYTES, 64)
-    assert [(bytes(c), bytes(a)) for c, a in rows[3]["pairs"]] == [
-        (b"Ann beat Bob so Ann", b" won it."), (b"Ann beat Bob so Bob", b" won it.")]
-    assert [row["gold"] for row in rows] == [2, 2, 2, 1]
-    nll = scores_of(model, [row["pairs"] for row in rows])
-    for row, scores in zip(rows, nll):
-        exact = [pll_without_cache(model, *pair) for pair in row["pairs"]]
-        np.testing.assert_allclose(scores[:len(exact)], exact, rtol=1e-9)
-    assert task_figures(rows, nll)["chance"] == pytest.approx(25 * (1 / 3 + 1 / 4 + 1 / 5 + 1 / 2))
-
-
-def test_context_and_choice_are_encoded_as_one_string_and_cut_on_the_left():
-    pairs, _ = encode_choices(BYTES, ["ab ", "ab "], [" c", " de"], 99)
-    assert [(bytes(c), bytes(a)) for c, a in pairs] == [(b"ab", b"  c"), (b"ab", b"  de")]
-    row = ["0123456789"] * 2, [" a", " bcd"]
-    pairs, cut = encode_choices(BYTES, *row, 7)
-    assert [bytes(c) for c, _ in pairs] == [b"789"] * 2 and cut == 7
-    assert [bytes(a) for _, a in pairs] == [b" a", b" bcd"]
-    assert encode_choices(BYTES, *row, 2)[0][1] == ([], list(b" bcd"))         # answers stay whole
-    with pytest.raises(ValueError, match="no tokens"):
-        encode_choices(BYTES, ["a"], [""], 9)
-
-
-GOOD = dict(task="piqa", id="1", context="a", choices=[" b", " c"], gold=0)
-
-
-@pytest.mark.parametrize("rows, message", [
-    ([], "no questions"),
-    ([GOOD, "{"], ":2: Expecting property name"),
-    ([GOOD, dict(GOOD, gold=None)], ":2: no gold answer"),
-    ([dict(GOOD, gold=2)], "no gold answer"),
-    ([dict(GOOD, gold=True)], "no gold answer"),
-    ([GOOD, dict(GOOD, choices=[" b", "  "])], ":2: the answer '  ' has no tokens"),
-    (["caf\udce9"], ":1: 'utf-8' codec can't decode"), ([dict(GOOD, choices=[1, 2])], "not a prepared question"),
-    ([dict(GOOD, choices=[" b"])], "not a prepared question"),
-    ([dict(GOOD, contexts=["a"])], "not a prepared question"),
-    (["[1]"], "not a prepared question"), ([dict(text="x")], "not a prepared question")])
-def test_bad_questions_are_refused_with_their_line(tmp_path, rows, message):
-    with pytest.raises(DataError, match=message):
-        load_questions(write_rows(tmp_path / "piqa.jsonl", rows), BYTES, 99)
-
-
-def test_missing_and_misnamed_question_sets_are_refused(tmp_path):
-    with pytest.raises(DataError, match="holds no question set: run python data.py mcqa"):
-        task_paths(tmp_path / "nowhere", [])
-    write_rows(tmp_path / "piqa.jsonl", [GOOD])
-    assert list(task_paths(tmp_path, [])) == ["piqa"]
-    with pytest.raises(DataError, match="holds no boolq: run"):
-        task_paths(tmp_path, ["boolq"])
-    with pytest.raises(DataError, match="quiz is no task"):
-        task_paths(tmp_path, ["quiz"])
-    write_rows(tmp_path / "piqa_2.jsonl", [GOOD])
-    with pytest.raises(DataError, match="piqa_2 is no task"):
-        task_paths(tmp_path, [])
-
-
-def test_figures_of_a_text():
-    f = text_figures([1, 2, 1, 2])
-    assert f["entropy"] == pytest.approx(math.log(2)) and f["repetition"] == 0.5
-    assert (f["distinct_1"], f["distinct_2"], f["distinct_3"]) == (0.5, pytest.approx(2 / 3), 1)
-    assert text_figures(list(range(17)) + [0, 1])["repetition"] == 0           # 17 tokens back
-
-
 # -- the script ----------------------------------------------------------------------------------
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    root = tmp_path_factory.mktemp("source")
-    for i in range(60):
-        (root / f"module_{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * (20 + i % 7))
-    out = tmp_path_factory.mktemp("data") / "c4"
-    prepare_stdlib(str(out), root=str(root))
-    return str(out)
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory, corpus):
-    """Untrained checkpoints of a block model and a full-sequence model on bytes."""
-    paths = []
-    for name in ("mamba_h", "attention"):
-        attn_every, block_len = ARCHITECTURES[name]
-        model = BlockDiffusionLM(ModelConfig(
-            vocab_size=258, seq_len=32, block_len=block_len, attn_every=attn_every, n_layer=2, n_head=2,
-            d_model=32, d_state=8, mamba_head_dim=16, chunk_len=4))
-        paths.append(str(tmp_path_factory.mktemp("out") / "ckpt.pt"))
-        save_checkpoint(paths[-1], model, step=0, tokenizer="bytes",
-                        settings=dict(learning_rate=4e-3, data=corpus))
-    return paths
-
-
-def load():
-    """eval.py as a module with globals of its own."""
-    spec = importlib.util.spec_from_file_location("eval_under_test", os.path.join(ROOT, "eval.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def run(*argv, module=None):
-    """eval.py's main in this process."""
-    module = module or load()
-    configure(vars(module), ["--device=cpu", *argv])
-    module.main()
+def run(*argv):
+    """The record that eval.py prints in its last line."""
+    status, printed, error = script("eval.py", "--device=cpu", *argv)
+    assert status == 0, error
+    return json.loads(printed.splitlines()[-1])
 
 
 def write_six_tasks(folder, questions=8):
     for task in TASKS:
         choices = [" a", " b", " c", " d"][:2 if task in ("piqa", "boolq", "winogrande") else 4]
         write_rows(folder / f"{task}.jsonl",
-                   [dict(GOOD, task=task, choices=choices, gold=i % 2) for i in range(questions)])
+                   [dict(QUESTION, task=task, choices=choices, gold=i % 2) for i in range(questions)])
 
 
-def test_everything_of_two_checkpoints_comes_as_tables_and_one_json_line(corpus, checkpoints, tmp_path, capsys):
+def test_everything_of_two_checkpoints_comes_as_tables_and_one_json_line(corpus, checkpoints, tmp_path):
     write_six_tasks(tmp_path)
-    run(f"--checkpoint={checkpoints[0]},{os.path.dirname(checkpoints[1])}", f"--data={corpus}",
+    status, printed, bars = script(
+        "eval.py", f"--checkpoint={checkpoints[0]},{os.path.dirname(checkpoints[1])}", f"--data={corpus}",
         f"--mcqa={tmp_path}", "--generate=3", "--prompt_len=9", "--length=20", f"--judge={checkpoints[1]}",
-        "--mc=2", "--stratified", f"--out={tmp_path / 'eval.json'}", "--sequences=40")
-    printed = capsys.readouterr()
+        "--mc=2", "--stratified", f"--out={tmp_path / 'eval.json'}", "--sequences=20", "--device=cpu")
+    assert status == 0
     for bar in ("perplexity", "winogrande", "generation", "judge"):
-        assert re.search(rf"{bar}: +\d+%.*\[\d\d:\d\d<", printed.err), "no bar with an ETA"
-    lines = printed.out.strip().splitlines()
+        assert re.search(rf"{bar}: +\d+%.*\[\d\d:\d\d<", bars), "no bar with an ETA"
+    lines = printed.strip().splitlines()
     record = json.loads(lines[-1])
     assert record == json.loads((tmp_path / "eval.json").read_text())
     wanted = dict(seed=1337, samples=2, stratified=True, score="pll", dtype="float32", logits="float32")
@@ -523,7 +340,7 @@ def test_everything_of_two_checkpoints_comes_as_tables_and_one_json_line(corpus,
         text, made = r["text"][corpus], r["generate"]
         assert r["sha256"] == hashlib.sha256(open(path, "rb").read()).hexdigest()
         assert r["judge"]["sha256"] == record["results"][1]["sha256"] and r["tokenizer"] == "bytes"
-        assert r["model"] == kind and text["sequences"] == 40 and text["tokens"] == 40 * 32
+        assert r["model"] == kind and text["sequences"] == 20 and text["tokens"] == 20 * 32
         assert 0 < text["bytes"] <= text["tokens"] and text["documents"] >= 1 and text["tok_per_s"] > 0
         assert abs(text["nelbo"] - math.log(257)) < 4 * text["nelbo_se"]
         assert {f"{key}_se" for key in ("nelbo", "ppl", "bpb", "acc")} <= set(text)
@@ -536,45 +353,14 @@ def test_everything_of_two_checkpoints_comes_as_tables_and_one_json_line(corpus,
     assert "c4 PPL" in head and "MCQA" in head and len(head) == len(ours)
 
 
-def test_the_paper_is_beside_a_checkpoint_of_its_shape(checkpoints, capsys):
-    text = dict(c4=dict(ppl=60.0, ppl_se=1.0, bpb=1.2, acc=12.0))
-    results = [dict(model=name, lr=8e-3, text=text) for name in ("mamba_h_87m", "mamba_h")]
-    evaluation.print_paper_table(results)
-    head, first, second = capsys.readouterr().out.strip().splitlines()[1:]
-    assert first.split() == "mamba_h_87m 0.008 0.008 60.00 +- 1.00 61.59 1.20 1.3 12.00 11.92".split()
-    assert second.split() == "mamba_h 0.008 - 60.00 +- 1.00 - 1.20 - 12.00 -".split()
-
-
-def test_batch_1_batch_8_and_two_processes_give_the_same_digits(corpus, checkpoints, tmp_path, capsys):
-    write_rows(tmp_path / "piqa.jsonl", [dict(GOOD, context="x" * n, choices=[" b" * (n % 3 + 1), " cd"])
-                                         for n in range(1, 20)])
-    argv = [f"--checkpoint={trained(checkpoints[0], tmp_path)}", f"--data={corpus}", f"--mcqa={tmp_path}",
-            "--sequences=20", "--generate=5", "--prompt_len=9", "--length=20"]
-    printed = []
-    for size in (1, 8):
-        run(*argv, f"--batch_size={size}")
-        printed.append(capsys.readouterr().out)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d",
-         "--rdzv_endpoint=localhost:0", "eval.py", "--device=cpu", *argv], cwd=ROOT, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=150)
-    assert done.returncode == 0, done.stderr
-    printed.append(done.stdout)
-    records = [json.loads(text.splitlines()[-1]) for text in printed]
-    first, *others = (dict(digits(record["results"][0])) for record in records)
-    for figures in others:
-        assert figures == pytest.approx(first, rel=1e-5)
-    assert [record["ranks"] for record in records] == [1, 1, 2]
-    assert len(first) > 50 and len(set(first.values())) > 30 and first["mcqa/piqa/acc"] not in (0, 50, 100)
-
-
-def trained(path, folder):
-    """A checkpoint like the one at path, with weights at random: a zero head would score all alike."""
-    record = torch.load(path)
+@pytest.fixture
+def random_weights(checkpoints, tmp_path):
+    """The block model's checkpoint with weights at random: a zero head would score all alike."""
+    record = torch.load(checkpoints[0])
     model = BlockDiffusionLM(ModelConfig(**record["config"]))
     torch.nn.init.normal_(model.head.weight, std=0.5)
-    save_checkpoint(str(folder / "random.pt"), model, **{k: record[k] for k in ("step", "tokenizer", "settings")})
-    return folder / "random.pt"
+    save_checkpoint(str(tmp_path / "random.pt"), model, **{k: record[k] for k in ("step", "tokenizer", "settings")})
+    return tmp_path / "random.pt"
 
 
 def digits(value, name=""):
@@ -586,136 +372,18 @@ def digits(value, name=""):
             yield f"{name}{key}", part
 
 
-def test_what_is_not_asked_for_is_not_done(checkpoints, tmp_path, capsys):
-    run(f"--checkpoint={checkpoints[0]}", "--sequences=2")
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])["results"][0]
-    assert len(result["text"]) == 1 and "mcqa" not in result and "generate" not in result
-    write_rows(tmp_path / "piqa.jsonl", [GOOD, GOOD])
-    run(f"--checkpoint={checkpoints[0]}", f"--mcqa={tmp_path}", "--limit=1", "--score=nelbo")
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])["results"][0]
-    assert not result["text"] and result["mcqa"]["piqa"]["questions"] == 1
-    assert result["mcqa"]["piqa"]["acc_se"] is None     # of one question there is no error to state
-
-
-@pytest.fixture
-def bad(corpus, checkpoints, tmp_path):
-    """Names of what cannot work -> arguments."""
-    model = BlockDiffusionLM(ModelConfig(vocab_size=300, seq_len=32, block_len=8, n_layer=1, n_head=2,
-                                         d_model=32, d_state=8, mamba_head_dim=16))
-    for tokenizer in ("bytes", "gpt3"):
-        save_checkpoint(str(tmp_path / f"{tokenizer}.pt"), model, tokenizer=tokenizer)
-    (tmp_path / "empty.pt").write_bytes(b"")
-    meta = json.loads(open(os.path.join(corpus, "meta.json")).read())
-    (tmp_path / "gpt2").mkdir()
-    (tmp_path / "gpt2" / "meta.json").write_text(json.dumps(dict(meta, tokenizer="gpt2")))
-    for name, rows in dict(empty=[], no_gold=[GOOD, dict(GOOD, gold=None)],
-                           no_tokens=[dict(GOOD, choices=[" b", ""])]).items():
-        (tmp_path / name).mkdir()
-        write_rows(tmp_path / name / "piqa.jsonl", rows)
-    (tmp_path / "misnamed").mkdir()
-    write_rows(tmp_path / "misnamed" / "pica.jsonl", [GOOD])
-    return dict(good=checkpoints[0], tmp=tmp_path, corpus=corpus)
-
-
-@pytest.mark.parametrize("argv, message", [
-    ("--checkpoint={tmp}", "there is no checkpoint at"),
-    ("--checkpoint={tmp}/empty.pt", "not a whole nanoBDLM checkpoint"),
-    ("--checkpoint={tmp}/bytes.pt", "300 token ids, not those of its tokenizer, bytes"),
-    ("--checkpoint={tmp}/gpt3.pt", "300 token ids, not those of its tokenizer, gpt3"),
-    ("--checkpoint={good} --data={tmp}/gpt2", "holds gpt2 tokens, not bytes tokens"),
-    ("--checkpoint={good} --data={tmp}/nowhere", "holds no prepared data: run python data.py"),
-    ("--checkpoint={good} --mcqa={tmp}/nowhere", "holds no question set: run python data.py mcqa"),
-    ("--checkpoint={good} --mcqa={tmp}/empty", "piqa.jsonl holds no questions"),
-    ("--checkpoint={good} --mcqa={tmp}/misnamed", "pica is no task"),
-    ("--checkpoint={good} --mcqa={tmp}/no_gold", "piqa.jsonl:2: no gold answer"),
-    ("--checkpoint={good} --mcqa={tmp}/no_tokens", "piqa.jsonl:1: the answer '' has no tokens"),
-    ("--checkpoint={good} --seq_len=33", "whole blocks of block_len 8"),
-    ("--checkpoint={good} --seq_len=270336", "rotary capacity of 262144"),
-    ("--checkpoint={good},{tmp}/nowhere --out={tmp}/lost.json", "there is no checkpoint at"),
-    ("--checkpoint={good},{tmp}/bytes.pt", "300 token ids, not those of its tokenizer, bytes"),
-    ("--checkpoint={good},", "names with commas between them"), ("--checkpoint=1", "written as ./5"),
-    ("--data=5", "data must be names with commas between them, but is [5]"), ("--tasks=piqa", "add --mcqa=FOLDER"), ("--seed=-5", "seed must be at least 0, but is -5"),
-    ("--checkpoint={good} --data={corpus},{tmp}/nowhere", "holds no prepared data: run python data.py"),
-    ("--checkpoint={good} --generate=1 --length=270000", "ask for a shorter length"),
-    ("--checkpoint={good} --generate=1 --length=20000", "choose a smaller length"),
-    ("--checkpoint={good} --generate=2 --judge={tmp}/bytes.pt", "300 token ids"),
-    ("--checkpoint={good} --judge={good}", "add --generate=N"),
-    ("--checkpoint={good} --out={tmp}", "which cannot be written; name another file"),
-    ("--checkpoint={good} --out={tmp}/empty.pt/eval.json", "eval.json, which cannot be written; name another file"),
-    ("--score=best", "one of pll, nelbo"), ("--mc=0", "mc must be at least 1, but is 0"),
-    ("--checkpoint=[]", "name a file with --checkpoint"), ("--generate=-1", "generate must be at least 0, but is -1"),
-    ("--sequence=3", "did you mean sequences")])
-def test_bad_input_is_one_sentence_and_a_non_zero_exit(bad, monkeypatch, capsys, argv, message):
-    monkeypatch.setattr(sys, "argv", ["eval.py", *argv.format(**bad).split(), "--device=cpu"])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(os.path.join(ROOT, "eval.py"), run_name="__main__")
-    error = stopped.value.code                          # text: printed, and the status is 1
-    assert error.startswith("eval.py: ") and message in error and "\n" not in error
-    printed = capsys.readouterr().out
-    assert '"eval"' not in printed and "ppl" not in printed                     # it was found before any work
-
-
-def test_what_was_evaluated_before_a_crash_is_printed_and_written(checkpoints, tmp_path, capsys):
-    module = load()
-    evaluate = module.evaluate
-
-    def crash_on_the_second(path, *rest):
-        if path == checkpoints[1]:
-            raise KeyboardInterrupt
-        return evaluate(path, *rest)
-    module.evaluate = crash_on_the_second
-    with pytest.raises(KeyboardInterrupt):
-        run(f"--checkpoint={','.join(checkpoints)}", "--sequences=2", f"--out={tmp_path / 'new' / 'eval.json'}",
-            module=module)
-    record = json.loads((tmp_path / "new" / "eval.json").read_text())
-    assert [r["checkpoint"] for r in record["results"]] == checkpoints[:1]
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == record
-
-
-def test_ctrl_c_is_one_line(monkeypatch, checkpoints, capsys):
-    def stop(name):
-        raise KeyboardInterrupt
-    monkeypatch.setattr("parallel.pick_device", stop)
-    monkeypatch.setattr(sys, "argv", ["eval.py", f"--checkpoint={checkpoints[0]}"])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(os.path.join(ROOT, "eval.py"), run_name="__main__")
-    assert stopped.value.code == 130 and capsys.readouterr().err == "eval.py: stopped\n"
-
-
-def test_a_judge_of_another_tokenizer_is_refused(checkpoints, monkeypatch):
-    monkeypatch.setattr(evaluation, "judge", checkpoints[1])
-    theirs = types.SimpleNamespace(name="gpt2")
-    with pytest.raises(ModelError, match="judge reads bytes tokens and the model writes gpt2"):
-        evaluation.open_judge(theirs, torch.device("cpu"), torch.float32)
-
-
-QUESTIONS = os.path.join(ROOT, "..", "shared", "data")
-REAL = dict(hellaswag=4, piqa=2, arc_easy=4, boolq=2)
-
-
-@pytest.mark.skipif(not os.path.isdir(os.path.join(QUESTIONS, "eval")),
-                    reason="the question sets are not beside the repository")
-@pytest.mark.parametrize("block_len", [32, 512])
-def test_a_uniform_model_scores_chance_on_real_question_sets(block_len, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", os.path.join(QUESTIONS, "gpt2_bpe"))
-    prepare.prepare_mcqa(tmp_path, local=os.path.join(QUESTIONS, "eval"))
-    model = BlockDiffusionLM(ModelConfig(seq_len=512, block_len=block_len, attn_every=2, n_layer=2, n_head=2,
-                                         d_model=16, d_state=8, mamba_head_dim=16, chunk_len=16))
-    save_checkpoint(str(tmp_path / "ckpt.pt"), model, tokenizer="gpt2")
-    run(f"--checkpoint={tmp_path}", f"--mcqa={tmp_path}", "--limit=40", "--batch_size=4")
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])["results"][0]["mcqa"]
-    assert set(result) == {*REAL, "macro"}
-    for task, n_choices in REAL.items():
-        r = result[task]
-        assert r["chance"] == pytest.approx(100 / n_choices, abs=1)            # ARC has some of 3 and 5
-        assert r["acc_per_token"] == pytest.approx(r["chance"])
-        assert r["acc"] == pytest.approx(r["uniform"])
-        assert abs(r["acc"] - r["chance"]) < 4 * max(r["acc_se"], 1)
-
-
-@pytest.mark.parametrize("name", RESULTS)
-def test_a_model_is_recognised_as_the_papers_by_its_shape(name):
-    assert name in PARAMS and len(RESULTS[name]) == 8
-    with torch.device("meta"):
-        model = BlockDiffusionLM(config_from_file(os.path.join(ROOT, "config", f"{name}.py")))
-    assert evaluation.paper_name(model) == name
+def test_batch_1_batch_8_and_two_processes_give_the_same_digits(corpus, random_weights, tmp_path):
+    write_rows(tmp_path / "piqa.jsonl", [dict(QUESTION, context="x" * n, choices=[" b" * (n % 3 + 1), " cd"])
+                                         for n in range(1, 20)])
+    argv = [f"--checkpoint={random_weights}", f"--data={corpus}", f"--mcqa={tmp_path}",
+            "--sequences=20", "--generate=5", "--prompt_len=9", "--length=20"]
+    ranks = start_ranks(tmp_path, 2, "eval.py", "--device=cpu", *argv)
+    records = [run(*argv, f"--batch_size={size}") for size in (1, 8)]
+    for status, _, error in [rank.end() for rank in ranks]:
+        assert status == 0, error
+    records.append(json.loads(ranks[0].printed()[0].splitlines()[-1]))
+    first, *others = (dict(digits(record["results"][0])) for record in records)
+    for figures in others:
+        assert figures == pytest.approx(first, rel=1e-5)
+    assert [record["ranks"] for record in records] == [1, 1, 2]
+    assert len(first) > 50 and len(set(first.values())) > 30 and first["mcqa/piqa/acc"] not in (0, 50, 100)

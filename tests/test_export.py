@@ -1,40 +1,20 @@
 """Weights in and out: an export is the checkpoint, bit for bit; what is no whole export is one sentence."""
 import json
 import os
-import random
-import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_model, make_sampler, prompts_of
-from test_train import ROOT, TINY, corpus, run  # noqa: F401  (a fixture)
 
 import eval as evaluation
 import sample
-from checkpoint import CARD, CONFIG, EXPORT, WEIGHTS, export, find_checkpoint, load_model, main, save_checkpoint
-from configurator import ConfigError, UserError
+from checkpoint import CARD, CONFIG, EXPORT, WEIGHTS, export, find_checkpoint, load_model, save_checkpoint
+from conftest import exported, make_sampler, prompts_of, script
 from model import ModelError, cast_for_inference
 
 st = pytest.importorskip("safetensors.torch", reason="needs safetensors, see requirements.txt")
-
-
-@pytest.fixture
-def saved(tmp_path):
-    """A folder with a checkpoint, and its model."""
-    model = make_model("mamba_h", torch.float32, vocab_size=258)
-    save_checkpoint(str(tmp_path / "out" / "ckpt.pt"), model, step=7, tokenizer="bytes",
-                    settings=dict(data="data/x", learning_rate=1e-3, out_dir="/home/somebody"))
-    return str(tmp_path / "out"), model
-
-
-def exported(saved, **how):
-    """The folder of an export, beside the checkpoint's."""
-    folder = os.path.join(os.path.dirname(saved[0]), "export")
-    export(saved[0], folder, **how)
-    return folder
 
 
 def test_an_export_comes_back_bit_for_bit_and_generates_the_same_tokens(saved):
@@ -91,144 +71,17 @@ def test_a_folder_with_a_checkpoint_keeps_meaning_it(saved):
     assert find_checkpoint(saved[0]) == os.path.join(saved[0], "ckpt.pt")
 
 
-# -- the command ----------------------------------------------------------------------------------
-
-def command(*words):
-    return subprocess.run([sys.executable, "checkpoint.py", *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
-
-
 def test_the_command_exports_and_its_folder_samples(saved, tmp_path):
-    done = command("export", saved[0], f"--to={tmp_path}/new/folder", "--dtype=bfloat16")
-    assert done.returncode == 0 and "new/folder" in done.stdout, done.stderr
-    done = subprocess.run([sys.executable, "sample.py", f"--checkpoint={tmp_path}/new/folder", "--length=8", "--prompt=ab",
-                           "--device=cpu"], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stdout.startswith("ab"), done.stderr
-    done = command("export", saved[0], f"--to={tmp_path}/new/folder")
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "holds model.safetensors already" in done.stderr
-    done = command("export", "--help")
-    assert done.returncode == 0 and "--dtype = 'float32'" in done.stdout and "model card" in done.stdout
+    folder = f"{tmp_path}/new/folder"
+    status, printed, error = script("checkpoint.py", "export", saved[0], f"--to={folder}", "--dtype=bfloat16")
+    assert status == 0 and "new/folder" in printed, error
+    status, printed, error = script("sample.py", f"--checkpoint={folder}", "--length=8", "--prompt=ab", "--device=cpu")
+    assert status == 0 and printed.startswith("ab"), error
+    status, _, error = script("checkpoint.py", "export", saved[0], f"--to={folder}")
+    assert status == 1 and "\n" not in error and "holds model.safetensors already" in error
+    status, printed, _ = script("checkpoint.py", "export", "--help")
+    assert status == 0 and "--dtype = 'float32'" in printed and "model card" in printed
 
-
-@pytest.mark.parametrize("words, message", [
-    ("", "write python checkpoint.py export out/ --to=folder, not nothing"), ("import x", "--to=folder, not import x"),
-    ("export", "not export$"), ("export --to=x", "not export --to=x"), ("export {out}", "to is empty"),
-    ("export {out} --too=x", "did you mean to"), ("export {out} --to=x --dtype=int8", "dtype must be one of float32, bfloat16"),
-    ("export {out}/nowhere --to={out}/x", "there is no checkpoint at .*nowhere; make one"),
-    ("export {out} --to={out}/ckpt.pt", "cannot be written"), ("export {out} more --to=x", "config file more does not exist")])
-def test_a_mistake_in_the_command_is_one_sentence(saved, words, message):
-    with pytest.raises(UserError, match=message) as raised:
-        main(words.format(out=saved[0]).split())
-    assert "\n" not in str(raised.value) and os.listdir(saved[0]) == ["ckpt.pt"]
-
-
-def test_an_export_replaces_nothing_and_a_full_disk_leaves_nothing(saved, tmp_path, monkeypatch):
-    (tmp_path / "README.md").write_text("mine")
-    with pytest.raises(ConfigError, match="holds README.md already, which would be lost"):
-        export(saved[0], str(tmp_path))
-    assert sorted(os.listdir(tmp_path)) == ["README.md", "out"]
-    monkeypatch.setattr("files.os.fsync", lambda f: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(UserError, match="make room and try again"):
-        export(saved[0], str(tmp_path / "full"))
-    assert os.listdir(tmp_path / "full") == []
-
-
-def test_a_checkpoint_without_its_tokenizer_is_not_exported(tmp_path):
-    save_checkpoint(str(tmp_path / "ckpt.pt"), make_model("mamba_h"), step=1)
-    with pytest.raises(UserError, match="record has no tokenizer"):
-        export(str(tmp_path), str(tmp_path / "x"))
-
-
-# -- foreign, damaged and incomplete folders ------------------------------------------------------
-
-def edit_config(folder, **changes):
-    path = Path(folder, CONFIG)
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def edit_weights(folder, edit):
-    """Changes the weights and the checksum with them."""
-    path = os.path.join(folder, WEIGHTS)
-    tensors = dict(st.load_file(path))
-    edit(tensors)
-    st.save_file(tensors, path + "2")
-    os.replace(path + "2", path)
-    edit_config(folder, sha256=evaluation.sha256(path))
-
-
-def edit_model(folder, **changes):
-    edit_config(folder, config={**json.loads(Path(folder, CONFIG).read_text())["config"], **changes})
-
-
-LLAMA = dict(architectures=["LlamaForCausalLM"], auto_map={"AutoModel": "evil.Model"}, model_type="llama", torch_dtype="bfloat16")
-WRONG = "weights that do not fit its configuration"
-
-
-@pytest.mark.parametrize("damage, message", [
-    (lambda f: os.remove(f"{f}/{WEIGHTS}"), "there is no checkpoint at .*model.safetensors; make one"),
-    (lambda f: os.remove(f"{f}/{CONFIG}"), "No such file .* with its config.json"),
-    (lambda f: Path(f, CONFIG).write_text(json.dumps(LLAMA)), "record has no format"),
-    (lambda f: edit_config(f, format="nanobdlm-2"), "record.format is 'nanobdlm-2'"),
-    (lambda f: Path(f, CONFIG).write_text("[1"), "not a whole nanoBDLM checkpoint"),
-    (lambda f: Path(f, CONFIG).write_text("[" * 10 ** 5), "not a whole nanoBDLM checkpoint"),
-    (lambda f: Path(f, CONFIG).write_text("[]"), "record has no format"),
-    (lambda f: Path(f, CONFIG).write_bytes(b"\xff\x00"), "not a whole nanoBDLM checkpoint"),
-    (lambda f: edit_config(f, sha256="0" * 64), "record.sha256 is '000"),
-    (lambda f: edit_config(f, dtype="int4"), "record.dtype is 'int4'"),
-    (lambda f: edit_config(f, tokenizer="gpt2"), "not those of its tokenizer, gpt2"),
-    (lambda f: edit_config(f, step=-1), "record.step is -1"), (lambda f: edit_model(f, width=3), "record.config is"),
-    (lambda f: edit_model(f, d_model=32), WRONG), (lambda f: edit_model(f, d_model=0), "d_model must be above 0"),
-    (lambda f: edit_model(f, d_model=2 * 10 ** 30), WRONG), (lambda f: edit_model(f, d_model=2 ** 40), WRONG),
-    (lambda f: edit_model(f, n_layer=10 ** 9), WRONG),
-    (lambda f: edit_weights(f, lambda w: w.popitem()), WRONG), (lambda f: edit_weights(f, lambda w: w.clear()), WRONG),
-    (lambda f: edit_weights(f, lambda w: w.update(more=torch.zeros(2))), WRONG),
-    (lambda f: edit_weights(f, lambda w: w.update({"head.weight": torch.zeros(2, 2)})), WRONG),
-    (lambda f: edit_weights(f, lambda w: w["head.weight"].fill_(float("nan"))), "not finite"),
-    (lambda f: edit_weights(f, lambda w: w.update({k: v.to(torch.float8_e5m2) for k, v in w.items()})), "record.model."),
-    (lambda f: edit_weights(f, lambda w: w.update({k: v.long() for k, v in w.items()})), "record.model."),
-    (lambda f: torch.save({}, f"{f}/{WEIGHTS}"), "SafetensorError"),
-    (lambda f: Path(f, WEIGHTS).write_bytes(b""), "SafetensorError")])
-def test_a_foreign_damaged_or_incomplete_folder_is_one_sentence(saved, damage, message):
-    folder = exported(saved)
-    damage(folder)
-    with pytest.raises(UserError, match=message) as raised:
-        sample.open_checkpoint(folder, "cpu")
-    assert "\n" not in str(raised.value)
-
-
-def test_a_flipped_bit_or_a_cut_of_the_weights_is_found(saved):
-    path = Path(exported(saved), WEIGHTS)
-    whole, rng = path.read_bytes(), random.Random(1)
-    for at in [0, 7, 8, 9, len(whole) - 1, *(rng.randrange(len(whole)) for _ in range(40))]:
-        changed = bytearray(whole)
-        changed[at] ^= 1 << rng.randrange(8)
-        for damaged in (changed, whole[:at]):
-            path.write_bytes(damaged)
-            with pytest.raises(UserError, match="not a whole nanoBDLM checkpoint"):
-                load_model(str(path))
-
-
-def test_training_does_not_resume_from_an_export(corpus, saved):  # noqa: F811
-    with pytest.raises(ModelError, match="is an export, without the optimizer"):
-        run(TINY + [f"--data={corpus}", f"--out_dir={exported(saved)}", "--resume"])
-
-
-def test_nothing_in_a_folder_is_executed(saved, tmp_path):
-    """Neither a pickle under the weights' name nor Python files that a config.json names."""
-    class Planted:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "ran"),)
-    folder = exported(saved)
-    Path(folder, "evil.py").write_text(f"import os; os.mkdir({str(tmp_path / 'ran')!r})")
-    edit_config(folder, auto_map={"AutoModel": "evil.Model"})
-    sample.open_checkpoint(folder, "cpu")
-    torch.save(dict(head=Planted()), f"{folder}/{WEIGHTS}")
-    edit_config(folder, sha256=evaluation.sha256(f"{folder}/{WEIGHTS}"))
-    with pytest.raises(UserError, match="not a whole nanoBDLM checkpoint"):
-        sample.open_checkpoint(folder, "cpu")
-    assert not (tmp_path / "ran").exists()
-
-
-# -- the hub --------------------------------------------------------------------------------------
 
 def test_a_model_of_the_hub_is_an_export_that_is_fetched_first(saved, monkeypatch):
     folder, asked = exported(saved), []
@@ -246,22 +99,3 @@ def test_a_model_of_the_hub_is_an_export_that_is_fetched_first(saved, monkeypatc
         os.remove(f"{folder}/{name}")
     with pytest.raises(ModelError, match="there is no checkpoint at .*model.safetensors"):
         sample.open_checkpoint("hf://owner/name", "cpu")
-
-
-@pytest.mark.parametrize("path, hub, message", [
-    ("hf://owner/name", None, "hf://owner/name needs huggingface_hub: pip install huggingface_hub$"),
-    ("hf://owner/name", ConnectionError("reset\nby peer"), "cannot be downloaded from the hub .ConnectionError.: check the name"),
-    ("hf://name", None, "is not the name of a model; write hf://owner/name"), ("hf://a/b/c", None, "is not the name of a model"),
-    ("hf://../..", ValueError("no"), "cannot be downloaded"), ("hf://a/b@", None, "is not the name of a model")])
-def test_a_model_of_the_hub_that_cannot_be_had_is_one_sentence(path, hub, message, monkeypatch):
-    def snapshot_download(*request, **how):
-        raise hub
-    module = types.SimpleNamespace(snapshot_download=snapshot_download)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub and module)
-    with pytest.raises(ModelError, match=message) as raised:
-        sample.open_checkpoint(path, "cpu")
-    assert "\n" not in str(raised.value)
-    if hub is None and "needs" in message:
-        monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-        with pytest.raises(ModelError, match="needs safetensors.torch: pip install safetensors$"):
-            export("out", "folder")

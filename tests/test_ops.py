@@ -28,16 +28,6 @@ def test_chunked_scan_equals_the_loop_with_all_gradients(s, block_len, chunk_len
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda m: f"{name}: {m}")
 
 
-def test_a_scan_continues_from_any_boundary_state():
-    inputs = scan_inputs(48, grad=False)
-    y, states = ops.ssd_scan(**inputs, block_len=16, chunk_len=8)
-    part = {k: v[:, 16:32] if k in ("x", "dt", "B", "C") else v for k, v in inputs.items()}
-    part["initial_state"] = states[:, 1]
-    y_part, states_part = ops.ssd_scan(**part, chunk_len=8)
-    torch.testing.assert_close(y_part, y[:, 16:32])
-    torch.testing.assert_close(states_part[:, -1], states[:, 2])
-
-
 def test_long_decays_neither_overflow_nor_cancel():
     inputs = {k: v.float() for k, v in scan_inputs(512, grad=False).items()}
     inputs["dt"], inputs["A"] = inputs["dt"] * 10, inputs["A"] * 5

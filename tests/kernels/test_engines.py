@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import (ARCHITECTURES, BLOCK_MODELS, generate_by, make_batch, make_model, make_sampler, need_fast,
+from conftest import (ARCHITECTURES, BLOCK_MODELS, ENGINES, generate_by, make_batch, make_model, make_sampler, need_fast,
                       prompts_of)
 
 need_fast()
@@ -25,12 +25,11 @@ both_times = pytest.mark.parametrize("time_conditioning", [False, True])
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("time_conditioning", [False, True])
-@pytest.mark.parametrize("prompt_length, how", [
-    (11, dict(tokens_per_step=2)), (0, dict(tokens_per_step=8, top_k=5)),
-    (11, dict(tokens_per_step=3, top_p=0.8)), (11, dict(order="confidence", temperature=0.0)),
-    (8, dict(order="confidence", tokens_per_step=5)), (11, dict(order="threshold", threshold=0.3)),
-    (3, dict(order="first_hitting", temperature=2.0))])
+@pytest.mark.parametrize("time_conditioning, prompt_length, how", [
+    (False, 11, dict(tokens_per_step=2)), (True, 0, dict(tokens_per_step=8, top_k=5)),
+    (False, 11, dict(tokens_per_step=3, top_p=0.8)), (True, 11, dict(order="confidence", temperature=0.0)),
+    (False, 8, dict(order="confidence", tokens_per_step=5)), (True, 11, dict(order="threshold", threshold=0.3)),
+    (False, 3, dict(order="first_hitting", temperature=2.0)), (True, 3, dict(order="first_hitting"))])
 def test_the_fused_engine_equals_generation_without_a_cache_token_for_token(monkeypatch, name, time_conditioning,
                                                                             prompt_length, how):
     """Commit and first step in one pass, the head on p positions, folded and merged weights."""
@@ -42,9 +41,6 @@ def test_the_fused_engine_equals_generation_without_a_cache_token_for_token(monk
         monkeypatch.setattr(inference, "CUT_ON", cut_on)
         out = generate_by("fused", model, list(prompts), length, make_sampler(model, 2, **how))
         assert torch.equal(torch.stack(out.tokens), naive)
-
-
-
 
 
 def test_where_graphs_cannot_be_had_the_same_steps_run_without_them_and_say_so_once(monkeypatch, capsys):
@@ -68,6 +64,15 @@ def test_where_graphs_cannot_be_had_the_same_steps_run_without_them_and_say_so_o
     assert capsys.readouterr().err == f"{reason}\n"
     with pytest.raises(ConfigError, match=reason):
         run("graphs")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_engine_runs_in_the_dtype_that_it_is_asked_for(engine, dtype):
+    model = make_model("mamba_h", torch.float32)
+    opened, _ = open_engine(engine, model, dtype)
+    assert opened.embed.weight.dtype == dtype and (opened is model) == (engine == "simple")
+    assert opened.new_cache(1, 8).layers[0][0].dtype == dtype
 
 
 def test_an_engine_that_cannot_run_is_refused_in_a_sentence():
@@ -124,9 +129,6 @@ def test_a_product_in_parts_is_the_product(monkeypatch, k, parts):
     assert cut.shape == (parts, 2, 3, 7)
     torch.testing.assert_close(plain.join_parts(cut), x @ weight.T)
     assert len(inference.linear_in_parts(torch.randn(513, k).double(), weight)) == 1    # many rows
-
-
-
 
 
 def test_norms_before_a_product_may_come_after_it():

@@ -1,18 +1,37 @@
 """Many runs side by side: choosing, failing, interrupting, drawing. Tiny models on a tiny corpus."""
+import contextlib
 import glob
 import json
 import os
 import signal
-import subprocess
 import sys
+import threading
 import time
 import types
+from pathlib import Path
 
 import pytest
-from test_train import ROOT, TINY, corpus, read_log  # noqa: F401  (a fixture)
 
 from configurator import ConfigError, UserError, configure, settings_of
+from conftest import ROOT, TINY, Child, read_log
 from tools import sweep
+
+
+class Process(Child):
+    """What sweep.py starts, forked from a process that has imported torch."""
+
+    def __init__(self, command, stdout, **how):
+        self.start((os.path.relpath(command[1], ROOT), *command[2:]), {}, [stdout.name] * 2)
+
+    def poll(self):
+        self.returncode = self.process.exitcode
+        return self.returncode
+
+    def terminate(self):
+        self.process.terminate()
+
+    def wait(self):
+        self.process.join()
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +42,7 @@ def _settings_put_back():
 
 
 @pytest.fixture(scope="module")
-def config(corpus, tmp_path_factory):  # noqa: F811
+def config(corpus, tmp_path_factory):
     """TINY as a config file."""
     path = tmp_path_factory.mktemp("config") / "tiny_mamba_h.py"
     pairs = [word[2:].partition("=") for word in TINY]
@@ -34,7 +53,9 @@ def config(corpus, tmp_path_factory):  # noqa: F811
 
 def run(*argv):
     configure(vars(sweep), list(argv))
-    sweep.main()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "subprocess", types.SimpleNamespace(Popen=Process))
+        sweep.main()
 
 
 def grid(config, out, *more):
@@ -119,14 +140,16 @@ def test_an_unreadable_evaluation_loses_no_other_row(swept, config):
 def test_an_interrupted_sweep_goes_on_where_it_was(config, tmp_path):
     out = str(tmp_path / "out")
     argv = [f"--runs=['{config}']", f"--out_dir={out}", "--eval_settings=sequences=2",
-            "--runs_per_gpu=2",                         # one thread: these models are too small for two
             "--settings=max_iters=150 eval_interval=1000 log_interval=5"]
-    process = subprocess.Popen([sys.executable, "-m", "tools.sweep", *argv], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    deadline = time.time() + 60
-    while not any(map(os.path.getsize, glob.glob(f"{out}/*/log.jsonl"))) and time.time() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert "start the same command again" in process.communicate(timeout=60)[1] and process.returncode == 1
+
+    def interrupt():
+        deadline = time.monotonic() + 60
+        while not any(map(os.path.getsize, glob.glob(f"{out}/*/log.jsonl"))) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        run(*argv)
     first = read_log(f"{out}/tiny_mamba_h")
     assert 5 <= first[-1]["step"] < 150 and os.path.exists(f"{out}/tiny_mamba_h/ckpt.pt")
     run(*argv)
@@ -199,6 +222,14 @@ def test_the_sweeps_of_config_name_configs_and_settings_that_exist(name, monkeyp
     configure(settings_of(vars(eval_module)), [f"--{word}" for word in sweep.eval_settings.split()])
 
 
+class Done:
+    """A process that ended at once."""
+    returncode = 0
+
+    def poll(self):
+        return 0
+
+
 def test_a_run_is_evaluated_before_the_next_one_is_trained(monkeypatch):
     """What is cut off then loses whole runs, and not all evaluations."""
     order = []
@@ -211,12 +242,65 @@ def test_a_run_is_evaluated_before_the_next_one_is_trained(monkeypatch):
 
     def start(run, script, place, threads):
         order.append((run, script))
-        return subprocess.Popen([sys.executable, "-c", ""])
+        return Done()
     monkeypatch.setattr(sweep, "places", lambda: [[]])
     monkeypatch.setattr(sweep, "start", start)
+    monkeypatch.setattr(sweep.time, "sleep", lambda seconds: None)
     a, b = Run(), Run()
     sweep.run_all([a, b], True, types.SimpleNamespace(n=0), lambda: 0)
     assert order == [(a, "train"), (a, "eval"), (b, "train"), (b, "eval")]
+
+
+class Stub:
+    """A run of a sweep that trains at once and never logs what it is to log."""
+    trained, error, name = False, "", "stub"
+
+    def __init__(self, folder):
+        self.folder, self.news = folder, []
+
+    def path(self, name):
+        return os.path.join(self.folder, name)
+
+    def remember(self, **news):
+        self.news.append(news)
+
+
+@pytest.mark.parametrize("evaluate", [True, False])
+def test_a_sweep_whose_run_makes_no_progress_twice_stops_with_a_sentence(tmp_path, monkeypatch, evaluate):
+    monkeypatch.setattr(sweep, "places", lambda: [[]])
+    monkeypatch.setattr(sweep, "start", lambda *_: Done())
+    monkeypatch.setattr(sweep.time, "sleep", lambda seconds: None)
+    stub = Stub(str(tmp_path))
+    sweep.run_all([stub], evaluate, types.SimpleNamespace(n=0), lambda: 0)
+    assert stub.news == [{"trained": True}] * 2 and "twice without the last validation" in stub.error
+
+
+def test_a_run_is_compared_by_its_last_validation_alone(tmp_path, monkeypatch):
+    config = tmp_path / "tiny.py"
+    config.write_text("max_iters, warmup_iters = 8, 0\n")
+    monkeypatch.setattr(sweep, "out_dir", str(tmp_path))
+    one = sweep.Run(str(config))
+    one.remember(trained=True)
+    rows = [dict(step=4, loss=1.0), dict(step=4, val_loss=2.0), dict(step=8, loss=1.0)]
+    for more, done in (([], False), ([dict(step=8, val_loss=1.5)], True)):
+        Path(one.path("log.jsonl")).write_text("".join(json.dumps(row) + "\n" for row in rows + more) + '{"ste')
+        assert one.trained == done
+
+
+@pytest.mark.skipif(sweep.DIE_WITH is None, reason="only Linux ends a process with the one that started it")
+def test_a_killed_sweep_leaves_no_training_behind(tmp_path):
+    run_of = types.SimpleNamespace(
+        path=lambda name: str(tmp_path / name), command=lambda script: [sys.executable, "-c", "import time; time.sleep(99)"])
+    child = os.fork()
+    if not child:
+        (tmp_path / "pid").write_text(str(sweep.start(run_of, "train", [], 1).pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    trainer, deadline = int((tmp_path / "pid").read_text()), time.time() + 20
+    with contextlib.suppress(ProcessLookupError):
+        while time.time() < deadline and Path(f"/proc/{trainer}/stat").read_text().split()[2] != "Z":
+            time.sleep(0.05)
+    assert time.time() < deadline
 
 
 def test_runs_share_gpus_or_spread_over_them(monkeypatch):

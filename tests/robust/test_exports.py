@@ -1,0 +1,154 @@
+"""Exports that are foreign, damaged or incomplete, a hub that has nothing, and mistakes in the command: one sentence each."""
+import json
+import os
+import random
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import eval as evaluation
+import sample
+from checkpoint import CONFIG, WEIGHTS, export, load_model, main, save_checkpoint
+from configurator import ConfigError, UserError
+from conftest import TINY, exported, make_model, run_train
+from model import ModelError
+
+st = pytest.importorskip("safetensors.torch", reason="needs safetensors, see requirements.txt")
+
+
+@pytest.mark.parametrize("words, message", [
+    ("", "write python checkpoint.py export out/ --to=folder, not nothing"), ("import x", "--to=folder, not import x"),
+    ("export", "not export$"), ("export --to=x", "not export --to=x"), ("export {out}", "to is empty"),
+    ("export {out} --too=x", "did you mean to"), ("export {out} --to=x --dtype=int8", "dtype must be one of float32, bfloat16"),
+    ("export {out}/nowhere --to={out}/x", "there is no checkpoint at .*nowhere; make one"),
+    ("export {out} --to={out}/ckpt.pt", "cannot be written"), ("export {out} more --to=x", "config file more does not exist")])
+def test_a_mistake_in_the_command_is_one_sentence(saved, words, message):
+    with pytest.raises(UserError, match=message) as raised:
+        main(words.format(out=saved[0]).split())
+    assert "\n" not in str(raised.value) and os.listdir(saved[0]) == ["ckpt.pt"]
+
+
+def test_an_export_replaces_nothing_and_a_full_disk_leaves_nothing(saved, tmp_path, monkeypatch):
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(ConfigError, match="holds README.md already, which would be lost"):
+        export(saved[0], str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["README.md", "out"]
+    monkeypatch.setattr("files.os.fsync", lambda f: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(UserError, match="make room and try again"):
+        export(saved[0], str(tmp_path / "full"))
+    assert os.listdir(tmp_path / "full") == []
+
+
+def test_a_checkpoint_without_its_tokenizer_is_not_exported(tmp_path):
+    save_checkpoint(str(tmp_path / "ckpt.pt"), make_model("mamba_h"), step=1)
+    with pytest.raises(UserError, match="record has no tokenizer"):
+        export(str(tmp_path), str(tmp_path / "x"))
+
+
+def edit_config(folder, **changes):
+    path = Path(folder, CONFIG)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_weights(folder, edit):
+    """Changes the weights and the checksum with them."""
+    path = os.path.join(folder, WEIGHTS)
+    tensors = dict(st.load_file(path))
+    edit(tensors)
+    st.save_file(tensors, path + "2")
+    os.replace(path + "2", path)
+    edit_config(folder, sha256=evaluation.sha256(path))
+
+
+def edit_model(folder, **changes):
+    edit_config(folder, config={**json.loads(Path(folder, CONFIG).read_text())["config"], **changes})
+
+
+LLAMA = dict(architectures=["LlamaForCausalLM"], auto_map={"AutoModel": "evil.Model"}, model_type="llama", torch_dtype="bfloat16")
+WRONG = "weights that do not fit its configuration"
+
+
+@pytest.mark.parametrize("damage, message", [
+    (lambda f: os.remove(f"{f}/{WEIGHTS}"), "there is no checkpoint at .*model.safetensors; make one"),
+    (lambda f: os.remove(f"{f}/{CONFIG}"), "No such file .* with its config.json"),
+    (lambda f: Path(f, CONFIG).write_text(json.dumps(LLAMA)), "record has no format"),
+    (lambda f: edit_config(f, format="nanobdlm-2"), "record.format is 'nanobdlm-2'"),
+    (lambda f: Path(f, CONFIG).write_text("[" * 10 ** 5), "not a whole nanoBDLM checkpoint"),
+    (lambda f: Path(f, CONFIG).write_text("[]"), "record has no format"),
+    (lambda f: Path(f, CONFIG).write_bytes(b"\xff\x00"), "not a whole nanoBDLM checkpoint"),
+    (lambda f: edit_config(f, sha256="0" * 64), "record.sha256 is '000"),
+    (lambda f: edit_config(f, dtype="int4"), "record.dtype is 'int4'"),
+    (lambda f: edit_config(f, tokenizer="gpt2"), "not those of its tokenizer, gpt2"),
+    (lambda f: edit_config(f, step=-1), "record.step is -1"), (lambda f: edit_model(f, width=3), "record.config is"),
+    (lambda f: edit_model(f, d_model=32), WRONG), (lambda f: edit_model(f, d_model=0), "d_model must be above 0"),
+    (lambda f: edit_model(f, d_model=2 * 10 ** 30), WRONG),
+    (lambda f: edit_model(f, n_layer=10 ** 9), WRONG),
+    (lambda f: edit_weights(f, lambda w: w.popitem()), WRONG),
+    (lambda f: edit_weights(f, lambda w: w.update(more=torch.zeros(2))), WRONG),
+    (lambda f: edit_weights(f, lambda w: w.update({"head.weight": torch.zeros(2, 2)})), WRONG),
+    (lambda f: edit_weights(f, lambda w: w["head.weight"].fill_(float("nan"))), "not finite"),
+    (lambda f: edit_weights(f, lambda w: w.update({k: v.to(torch.float8_e5m2) for k, v in w.items()})), "record.model."),
+    (lambda f: edit_weights(f, lambda w: w.update({k: v.long() for k, v in w.items()})), "record.model."),
+    (lambda f: torch.save({}, f"{f}/{WEIGHTS}"), "SafetensorError"),
+    (lambda f: Path(f, WEIGHTS).write_bytes(b""), "SafetensorError")])
+def test_a_foreign_damaged_or_incomplete_folder_is_one_sentence(saved, damage, message):
+    folder = exported(saved)
+    damage(folder)
+    with pytest.raises(UserError, match=message) as raised:
+        sample.open_checkpoint(folder, "cpu")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_flipped_bit_or_a_cut_of_the_weights_is_found(saved):
+    path = Path(exported(saved), WEIGHTS)
+    whole, rng = path.read_bytes(), random.Random(1)
+    for at in [0, 7, 8, 9, len(whole) - 1, *(rng.randrange(len(whole)) for _ in range(40))]:
+        changed = bytearray(whole)
+        changed[at] ^= 1 << rng.randrange(8)
+        for damaged in (changed, whole[:at]):
+            path.write_bytes(damaged)
+            with pytest.raises(UserError, match="not a whole nanoBDLM checkpoint"):
+                load_model(str(path))
+
+
+def test_training_does_not_resume_from_an_export(corpus, saved):
+    with pytest.raises(ModelError, match="is an export, without the optimizer"):
+        run_train(TINY + [f"--data={corpus}", f"--out_dir={exported(saved)}", "--resume"])
+
+
+def test_nothing_in_a_folder_is_executed(saved, tmp_path):
+    """Neither a pickle under the weights' name nor Python files that a config.json names."""
+    class Planted:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+    folder = exported(saved)
+    Path(folder, "evil.py").write_text(f"import os; os.mkdir({str(tmp_path / 'ran')!r})")
+    edit_config(folder, auto_map={"AutoModel": "evil.Model"})
+    sample.open_checkpoint(folder, "cpu")
+    torch.save(dict(head=Planted()), f"{folder}/{WEIGHTS}")
+    edit_config(folder, sha256=evaluation.sha256(f"{folder}/{WEIGHTS}"))
+    with pytest.raises(UserError, match="not a whole nanoBDLM checkpoint"):
+        sample.open_checkpoint(folder, "cpu")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("path, hub, message", [
+    ("hf://owner/name", None, "hf://owner/name needs huggingface_hub: pip install huggingface_hub$"),
+    ("hf://owner/name", ConnectionError("reset\nby peer"), "cannot be downloaded from the hub .ConnectionError.: check the name"),
+    ("hf://name", None, "is not the name of a model; write hf://owner/name"), ("hf://a/b/c", None, "is not the name of a model"),
+    ("hf://../..", ValueError("no"), "cannot be downloaded"), ("hf://a/b@", None, "is not the name of a model")])
+def test_a_model_of_the_hub_that_cannot_be_had_is_one_sentence(path, hub, message, monkeypatch):
+    def snapshot_download(*request, **how):
+        raise hub
+    module = types.SimpleNamespace(snapshot_download=snapshot_download)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub and module)
+    with pytest.raises(ModelError, match=message) as raised:
+        sample.open_checkpoint(path, "cpu")
+    assert "\n" not in str(raised.value)
+    if hub is None and "needs" in message:
+        monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+        with pytest.raises(ModelError, match="needs safetensors.torch: pip install safetensors$"):
+            export("out", "folder")

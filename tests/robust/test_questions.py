@@ -1,0 +1,257 @@
+"""Questions, figures and tables of eval.py, and what cannot work: a sentence. What was evaluated before a crash is kept."""
+import io
+import json
+import math
+import os
+import sys
+import time
+import types
+
+import numpy as np
+import pytest
+import torch
+
+import eval as evaluation
+from checkpoint import save_checkpoint
+from configurator import UserError, configure
+from conftest import QUESTION, module_of, script, write_rows
+from data import DataError, encode_choices, get_tokenizer, load_questions, task_paths
+from eval import credit, text_figures
+from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file
+from paper import PARAMS, RESULTS
+from tools import prepare
+
+BYTES = get_tokenizer("bytes")
+
+
+# -- what is made of good ones --------------------------------------------------------------------
+
+def test_choices_that_differ_by_rounding_share_the_credit():
+    exists, gold = np.array([[True, True, False]]), np.array([0])
+    assert credit(np.array([[3 + 1e-9, 3, 0]]), exists, gold)[0] == 0.5
+    assert credit(np.array([[3 + 1e-4, 3, 0]]), exists, gold)[0] == 0
+
+
+def test_winogrande_scores_the_shared_suffix_and_arc_takes_3_to_5_choices(tmp_path):
+    rows = [prepare.question("arc_challenge", dict(id=str(n), question="Why?", answerKey="C", choices=dict(
+        text=[f"it {i}" for i in range(n)], label=list("ABCDE"[:n]))), n) for n in (3, 4, 5)]
+    rows.append(prepare.question("winogrande", dict(
+        sentence="Ann beat Bob so _ won it.", option1="Ann", option2="Bob", answer="2"), 1))
+    rows = load_questions(write_rows(tmp_path / "arc_challenge.jsonl", rows), BYTES, 64)
+    assert [len(row["pairs"]) for row in rows] == [3, 4, 5, 2] and [row["gold"] for row in rows] == [2, 2, 2, 1]
+    assert [(bytes(c), bytes(a)) for c, a in rows[3]["pairs"]] == [
+        (b"Ann beat Bob so Ann", b" won it."), (b"Ann beat Bob so Bob", b" won it.")]
+
+
+def test_context_and_choice_are_encoded_as_one_string_and_cut_on_the_left():
+    pairs, _ = encode_choices(BYTES, ["ab ", "ab "], [" c", " de"], 99)
+    assert [(bytes(c), bytes(a)) for c, a in pairs] == [(b"ab", b"  c"), (b"ab", b"  de")]
+    row = ["0123456789"] * 2, [" a", " bcd"]
+    pairs, cut = encode_choices(BYTES, *row, 7)
+    assert [bytes(c) for c, _ in pairs] == [b"789"] * 2 and cut == 7
+    assert [bytes(a) for _, a in pairs] == [b" a", b" bcd"]
+    assert encode_choices(BYTES, *row, 2)[0][1] == ([], list(b" bcd"))         # answers stay whole
+    with pytest.raises(ValueError, match="no tokens"):
+        encode_choices(BYTES, ["a"], [""], 9)
+
+
+def test_figures_of_a_text():
+    f = text_figures([1, 2, 1, 2])
+    assert f["entropy"] == pytest.approx(math.log(2)) and f["repetition"] == 0.5
+    assert (f["distinct_1"], f["distinct_2"], f["distinct_3"]) == (0.5, pytest.approx(2 / 3), 1)
+    assert text_figures(list(range(17)) + [0, 1])["repetition"] == 0           # 17 tokens back
+
+
+def test_the_paper_is_beside_a_checkpoint_of_its_shape(checkpoints, capsys):
+    text = dict(c4=dict(ppl=60.0, ppl_se=1.0, bpb=1.2, acc=12.0))
+    results = [dict(model=name, lr=8e-3, text=text) for name in ("mamba_h_87m", "mamba_h")]
+    evaluation.print_paper_table(results)
+    head, first, second = capsys.readouterr().out.strip().splitlines()[1:]
+    assert first.split() == "mamba_h_87m 0.008 0.008 60.00 +- 1.00 61.59 1.20 1.3 12.00 11.92".split()
+    assert second.split() == "mamba_h 0.008 - 60.00 +- 1.00 - 1.20 - 12.00 -".split()
+
+
+def record_of(*argv):
+    """The record that eval.py prints in its last line."""
+    status, printed, error = script("eval.py", "--device=cpu", *argv)
+    assert status == 0, error
+    return json.loads(printed.splitlines()[-1])
+
+
+def test_what_is_not_asked_for_is_not_done(checkpoints, tmp_path):
+    result = record_of(f"--checkpoint={checkpoints[0]}", "--sequences=2")["results"][0]
+    assert len(result["text"]) == 1 and "mcqa" not in result and "generate" not in result
+    write_rows(tmp_path / "piqa.jsonl", [QUESTION, QUESTION])
+    result = record_of(f"--checkpoint={checkpoints[0]}", f"--mcqa={tmp_path}", "--limit=1", "--score=nelbo")["results"][0]
+    assert not result["text"] and result["mcqa"]["piqa"]["questions"] == 1
+    assert result["mcqa"]["piqa"]["acc_se"] is None     # of one question there is no error to state
+
+
+def test_a_model_is_recognised_as_the_papers_by_its_shape():
+    for name in RESULTS:
+        assert name in PARAMS and len(RESULTS[name]) == 8
+        with torch.device("meta"):
+            assert evaluation.paper_name(BlockDiffusionLM(config_from_file(name))) == name
+
+
+# -- bad ones -------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("rows, message", [
+    ([], "no questions"),
+    ([QUESTION, "{"], ":2: Expecting property name"),
+    ([QUESTION, dict(QUESTION, gold=None)], ":2: no gold answer"),
+    ([dict(QUESTION, gold=2)], "no gold answer"),
+    ([dict(QUESTION, gold=True)], "no gold answer"),
+    ([QUESTION, dict(QUESTION, choices=[" b", "  "])], ":2: the answer '  ' has no tokens"),
+    (["caf\udce9"], ":1: 'utf-8' codec can't decode"), ([dict(QUESTION, choices=[1, 2])], "not a prepared question"),
+    ([dict(QUESTION, choices=[" b"])], "not a prepared question"),
+    ([dict(QUESTION, contexts=["a"])], "not a prepared question"),
+    (["[1]"], "not a prepared question"), ([dict(text="x")], "not a prepared question")])
+def test_bad_questions_are_refused_with_their_line(tmp_path, rows, message):
+    with pytest.raises(DataError, match=message):
+        load_questions(write_rows(tmp_path / "piqa.jsonl", rows), BYTES, 99)
+
+
+def test_missing_and_misnamed_question_sets_are_refused(tmp_path):
+    with pytest.raises(DataError, match="holds no question set: run python data.py mcqa"):
+        task_paths(tmp_path / "nowhere", [])
+    write_rows(tmp_path / "piqa.jsonl", [QUESTION])
+    assert list(task_paths(tmp_path, [])) == ["piqa"]
+    with pytest.raises(DataError, match="holds no boolq: run"):
+        task_paths(tmp_path, ["boolq"])
+    with pytest.raises(DataError, match="quiz is no task"):
+        task_paths(tmp_path, ["quiz"])
+    write_rows(tmp_path / "piqa_2.jsonl", [QUESTION])
+    with pytest.raises(DataError, match="piqa_2 is no task"):
+        task_paths(tmp_path, [])
+
+
+@pytest.mark.parametrize("argv, message", [
+    ("--checkpoint={tmp}", "there is no checkpoint at"),
+    ("--checkpoint={tmp}/empty.pt", "not a whole nanoBDLM checkpoint"),
+    ("--checkpoint={tmp}/bytes.pt", "300 token ids, not those of its tokenizer, bytes"),
+    ("--checkpoint={tmp}/gpt3.pt", "300 token ids, not those of its tokenizer, gpt3"),
+    ("--checkpoint={good} --data={tmp}/gpt2", "holds gpt2 tokens, not bytes tokens"),
+    ("--checkpoint={good} --data={tmp}/nowhere", "holds no prepared data: run python data.py"),
+    ("--checkpoint={good} --mcqa={tmp}/nowhere", "holds no question set: run python data.py mcqa"),
+    ("--checkpoint={good} --mcqa={tmp}/empty", "piqa.jsonl holds no questions"),
+    ("--checkpoint={good} --mcqa={tmp}/misnamed", "pica is no task"),
+    ("--checkpoint={good} --mcqa={tmp}/no_gold", "piqa.jsonl:2: no gold answer"),
+    ("--checkpoint={good} --mcqa={tmp}/no_tokens", "piqa.jsonl:1: the answer '' has no tokens"),
+    ("--checkpoint={good} --seq_len=33", "whole blocks of block_len 8"),
+    ("--checkpoint={good} --seq_len=270336", "rotary capacity of 262144"),
+    ("--checkpoint={good},{tmp}/nowhere --out={tmp}/lost.json", "there is no checkpoint at"),
+    ("--checkpoint={good},{tmp}/bytes.pt", "300 token ids, not those of its tokenizer, bytes"),
+    ("--checkpoint={good},", "names with commas between them"), ("--checkpoint=1", "written as ./5"),
+    ("--data=5", "data must be names with commas between them, but is [5]"), ("--tasks=piqa", "add --mcqa=FOLDER"), ("--seed=-5", "seed must be at least 0, but is -5"),
+    ("--checkpoint={good} --data={corpus},{tmp}/nowhere", "holds no prepared data: run python data.py"),
+    ("--checkpoint={good} --generate=1 --length=270000", "ask for a shorter length"),
+    ("--checkpoint={good} --generate=1 --length=20000", "choose a smaller length"),
+    ("--checkpoint={good} --generate=2 --judge={tmp}/bytes.pt", "300 token ids"),
+    ("--checkpoint={good} --judge={good}", "add --generate=N"),
+    ("--checkpoint={good} --out={tmp}", "which cannot be written; name another file"),
+    ("--checkpoint={good} --out={tmp}/empty.pt/eval.json", "eval.json, which cannot be written; name another file"),
+    ("--score=best", "one of pll, nelbo"), ("--mc=0", "mc must be at least 1, but is 0"),
+    ("--checkpoint=[]", "name a file with --checkpoint"), ("--generate=-1", "generate must be at least 0, but is -1"),
+    ("--sequence=3", "did you mean sequences")])
+def test_bad_input_is_one_sentence_and_a_non_zero_exit(bad, argv, message):
+    status, printed, error = script("eval.py", *argv.format(**bad).split(), "--device=cpu")
+    assert status == 1 and error.startswith("eval.py: ") and message in error and "\n" not in error
+    assert '"eval"' not in printed and "ppl" not in printed                     # it was found before any work
+
+
+@pytest.fixture(scope="module")
+def bad(corpus, checkpoints, tmp_path_factory):
+    """Names of what cannot work -> arguments."""
+    tmp_path = tmp_path_factory.mktemp("bad")
+    model = BlockDiffusionLM(ModelConfig(vocab_size=300, seq_len=32, block_len=8, n_layer=1, n_head=2,
+                                         d_model=32, d_state=8, mamba_head_dim=16))
+    for tokenizer in ("bytes", "gpt3"):
+        save_checkpoint(str(tmp_path / f"{tokenizer}.pt"), model, tokenizer=tokenizer)
+    (tmp_path / "empty.pt").write_bytes(b"")
+    meta = json.loads(open(os.path.join(corpus, "meta.json")).read())
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "meta.json").write_text(json.dumps(dict(meta, tokenizer="gpt2")))
+    for name, rows in dict(empty=[], no_gold=[QUESTION, dict(QUESTION, gold=None)],
+                           no_tokens=[dict(QUESTION, choices=[" b", ""])]).items():
+        (tmp_path / name).mkdir()
+        write_rows(tmp_path / name / "piqa.jsonl", rows)
+    (tmp_path / "misnamed").mkdir()
+    write_rows(tmp_path / "misnamed" / "pica.jsonl", [QUESTION])
+    return dict(good=checkpoints[0], tmp=tmp_path, corpus=corpus)
+
+
+def test_what_was_evaluated_before_a_crash_is_printed_and_written(checkpoints, tmp_path, capsys):
+    module = module_of("eval")
+    evaluate = module.evaluate
+
+    def crash_on_the_second(path, *rest):
+        if path == checkpoints[1]:
+            raise KeyboardInterrupt
+        return evaluate(path, *rest)
+    module.evaluate = crash_on_the_second
+    with pytest.raises(KeyboardInterrupt):
+        configure(vars(module), [f"--checkpoint={','.join(checkpoints)}", "--sequences=2", "--device=cpu",
+                                 f"--out={tmp_path / 'new' / 'eval.json'}"])
+        module.main()
+    record = json.loads((tmp_path / "new" / "eval.json").read_text())
+    assert [r["checkpoint"] for r in record["results"]] == checkpoints[:1]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == record
+
+
+def test_a_judge_of_another_tokenizer_is_refused(checkpoints, monkeypatch):
+    monkeypatch.setattr(evaluation, "judge", checkpoints[1])
+    theirs = types.SimpleNamespace(name="gpt2")
+    with pytest.raises(ModelError, match="judge reads bytes tokens and the model writes gpt2"):
+        evaluation.open_judge(theirs, torch.device("cpu"), torch.float32)
+
+
+def test_questions_nested_without_end_are_refused_with_their_line(tmp_path):
+    (tmp_path / "piqa").mkdir()
+    for path in (tmp_path / "piqa.jsonl", tmp_path / "piqa" / "validation.jsonl"):
+        path.write_text("[" * 100_000)
+    with pytest.raises(DataError, match="piqa.jsonl:1: "):
+        load_questions(tmp_path / "piqa.jsonl", BYTES, 99)
+    with pytest.raises(DataError, match="validation.jsonl:1: not JSON"):
+        prepare.prepare_mcqa(tmp_path / "out", local=tmp_path)
+
+
+def test_all_question_sets_that_can_be_made_are_made_from_the_split_that_is_asked_for(tmp_path):
+    rows = dict(piqa=dict(goal="g", sol1="a", sol2="b", label=0), boolq=dict(passage="p", question="q", answer=True),
+                arc_challenge=dict(id="1", question="q", answerKey="A", choices=dict(text=["a", "b"], label=["A", "B"])))
+    for task, row in rows.items():
+        (tmp_path / "in" / task).mkdir(parents=True)
+        (tmp_path / "in" / task / "validation.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match="no test split of arc_challenge: name another with --split "
+                                        r"\(it holds validation.jsonl\); the other tasks are made"):
+        prepare.prepare_mcqa(tmp_path / "out", local=tmp_path / "in")
+    assert sorted(os.listdir(tmp_path / "out")) == ["boolq.jsonl", "meta.json", "piqa.jsonl"]
+    status, printed, _ = script("data.py", "mcqa", "--local", tmp_path / "in", "--out", tmp_path / "out", "--split",
+                                "validation")
+    assert status == 0 and "arc_challenge: 1 questions from allenai/ai2_arc (validation)" in printed
+    with pytest.raises(UserError, match="no train split of arc_challenge"):
+        prepare.prepare_mcqa(tmp_path / "none", tasks=["arc_challenge"], local=tmp_path / "in", split="train")
+    assert not (tmp_path / "none").exists()
+    hub = tmp_path / "hub" / "allenai" / "ai2_arc" / "ARC-Challenge" / "test-00000.jsonl"       # the layout of the hub
+    hub.parent.mkdir(parents=True)
+    hub.write_text(json.dumps(rows["arc_challenge"]) + "\n")
+    assert list(prepare.prepare_mcqa(tmp_path / "b", ["arc_challenge"], tmp_path / "hub")["tasks"]) == ["arc_challenge"]
+
+
+def test_a_limit_draws_questions_by_seed_from_the_whole_task(tmp_path):
+    rows = [dict(context=str(i), choices=[" a", " b"], gold=0) for i in range(100)]
+    (tmp_path / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    def drawn(seed, limit=10):
+        questions = load_questions(tmp_path / "piqa.jsonl", BYTES, 99, limit, seed)
+        return [int(bytes(q["pairs"][0][0])) for q in questions]
+    assert drawn(1) == drawn(1) != drawn(2) and len(set(drawn(1))) == 10 and max(drawn(1)) > 50
+    assert drawn(1, 0) == drawn(1, 1000) == list(range(100))
+
+
+def test_a_bar_of_eval_py_does_not_fill_a_file(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with evaluation.progress(types.SimpleNamespace(rank=0), "answers", 500, "question") as bar:
+        for _ in range(500):
+            time.sleep(0.001)
+            bar.update(1)
+    assert len(sys.stderr.getvalue()) < 500

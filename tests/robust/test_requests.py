@@ -1,0 +1,244 @@
+"""Requests to sample.py: bad ones are refused before any work, saved prompts of other weights are refused, a terminal shows
+what happens."""
+import io
+import os
+import runpy
+import sys
+
+import pytest
+import torch
+
+import decoders
+import sample
+from checkpoint import fingerprint, load_prefix, read_prefix, save_checkpoint, save_prefix
+from configurator import ConfigError, UserError
+from conftest import ENGINES, ROOT, generate_by, make_model, make_sampler, prompts_of
+from data import DataError, get_tokenizer
+from decoders import Sampler
+from model import BlockDiffusionLM, ModelError, config_from_file
+from sample import generate
+
+
+def test_bad_requests_are_refused_before_any_work():
+    model = make_model("mamba_h", torch.float32)
+    with pytest.raises(ModelError, match="rotary capacity"):
+        generate(model, prompts_of(4), 262_144, make_sampler(model))
+    with pytest.raises(ModelError, match="262152 tokens in whole blocks"):     # the first row needs a block more
+        generate(model, prompts_of(7, 16), 262_128, make_sampler(model, 2))
+    with pytest.raises(ModelError, match="at least 1"):
+        generate(model, prompts_of(4), 0, make_sampler(model))
+    for name, value in dict(order="sideways", top_p=0.0, threshold=1.5, temperature=-1.0, top_k=-1).items():
+        with pytest.raises(ConfigError, match=f"^{name} must be .*, but is '?{value}'?$"):
+            make_sampler(model, **{name: value})
+    with pytest.raises(ConfigError, match="no seeds"):
+        Sampler([], mask_id=22)
+    for seed in (2 ** 63, 1.5, torch.Generator()):
+        with pytest.raises(ConfigError, match="a seed must be a whole number of at most 63 bits, but one is"):
+            Sampler([0, seed], mask_id=22)
+    with pytest.raises(ConfigError, match="has 2 seeds; give it 1"):
+        generate(model, prompts_of(4), 8, make_sampler(model, 2))
+
+
+def test_a_suffix_that_does_not_fit_the_block_is_a_sentence():
+    model = make_model("mamba_h")
+    with pytest.raises(ModelError, match="block of 8 tokens in which the prompt ends, which has room for 7; "
+                                         "length and suffix are 8 tokens"):
+        generate(model, prompts_of(17), 6, make_sampler(model, 1), suffix=[1, 2])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("order", ["confidence", "threshold"])
+def test_logits_of_all_positions_are_made_for_a_few_at_a_time(monkeypatch, order, engine):
+    model, seen, pick = make_model("mamba_h", torch.float32), [], Sampler.pick
+    monkeypatch.setattr(Sampler, "pick", lambda self, logits, *rest: (
+        seen.append(logits.size(1)) or pick(self, logits, *rest)))
+    tokens = []
+    for few, rows in ((10 ** 9, 1), (3 * 24, 1), (3 * 24, 2)):
+        monkeypatch.setattr(decoders, "LOGITS", few)
+        seen.clear()
+        sampler = make_sampler(model, rows, order=order, threshold=0.3)
+        tokens.append(generate_by(engine, model, prompts_of(*rows * [11]), 13, sampler).tokens[0])
+        assert set(seen) == ({8} if few > 1000 else {3, 2})
+    assert all(torch.equal(t, tokens[0]) for t in tokens)
+
+
+def test_prompts_of_one_length_are_read_together_and_equal_ones_once(monkeypatch):
+    model, read = make_model("mamba_h"), []
+    prefill = model.prefill
+    a, b, c, d = prompts_of(19, 19, 9, 19)
+    prompts = [a, c, b, a, d, c, a]
+    alone = [generate(model, [p], 9, make_sampler(model, 1, seed=5 + i)).tokens[0] for i, p in enumerate(prompts)]
+    model.prefill = lambda x0, cache, **how: (read.append(tuple(x0.shape)), prefill(x0, cache, **how))
+    for together, shapes in ((4096, [(3, 16), (1, 8)]), (32, [(2, 16), (1, 16), (1, 8)])):
+        monkeypatch.setattr(sample, "READ_TOGETHER", together)
+        read.clear()
+        rows = generate(model, prompts, 9, make_sampler(model, 7)).tokens
+        assert read[:len(shapes)] == shapes and all(map(torch.equal, rows, alone))
+
+
+# -- saved prompts --------------------------------------------------------------------------------
+
+def test_a_saved_prompt_of_other_weights_and_damaged_files_are_refused_in_a_sentence(tmp_path):
+    path, prompt = str(tmp_path / "cache"), prompts_of(19)[0]
+    model = make_model("mamba_h", torch.float32)
+    mark = fingerprint(model, torch.float32)
+    def load(other, dtype=torch.float32):
+        return load_prefix(path, other.config, fingerprint(other, dtype))
+    with pytest.raises(ModelError, match="no saved cache"):
+        load(model)
+    save_prefix(path, read_prefix(model, prompt), mark)
+    load(make_model("mamba_h", torch.float32))
+    with pytest.raises(ModelError, match="other weights"):
+        load(model, torch.bfloat16)
+    for changes in (dict(seed=1), dict(rope_theta=1e5)):
+        with pytest.raises(ModelError, match="other weights"):
+            load(make_model("mamba_h", torch.float32, **changes))
+    other = make_model("mamba_h", torch.float32)
+    other.layers[1].mixer.fwd.D.data[0] += 1e-6         # a single value of the smallest parameter
+    with pytest.raises(ModelError, match="other weights"):
+        load(other)
+    whole = open(path, "rb").read()
+    for damaged in (whole[:len(whole) // 2], whole[:-1], b"", b"not a cache"):
+        open(path, "wb").write(damaged)
+        with pytest.raises(UserError, match="not a whole saved cache"):
+            load(model)
+    save_checkpoint(path, make_model("mamba_h"))
+    with pytest.raises(UserError, match="not a whole saved cache"):
+        load(model)
+    torch.save(dict(format="nanobdlm-prefix-1", fingerprint=mark, tokens=prompt, layers=[]), path)
+    with pytest.raises(ModelError, match="saved by another version"):
+        load(model)
+    full = make_model("diffumamba_h", torch.float32)
+    for refuse in (lambda: load(full), lambda: read_prefix(full, prompt)):
+        with pytest.raises(ModelError, match="no prefix cache"):
+            refuse()
+
+@pytest.mark.parametrize("edit", [
+    lambda r: r.update(layers=[]), lambda r: r.pop("layers"), lambda r: r.pop("fingerprint"),
+    lambda r: r.update(tokens=torch.cat([r["tokens"]] * 9)), lambda r: r["tokens"].fill_(22),
+    lambda r: r["tokens"].neg_(), lambda r: r.update(layers=r["layers"][::-1]),
+    lambda r: r["layers"][1][1].fill_(float("nan")), lambda r: r.update(layers=[(x, 3) for x, _ in r["layers"]])])
+def test_a_damaged_prompt_cache_is_refused(tmp_path, edit):
+    model, path = make_model("mamba_h", torch.float32), str(tmp_path / "cache")
+    mark = fingerprint(model, torch.float32)
+    save_prefix(path, read_prefix(model, prompts_of(19)[0]), mark)
+    record = torch.load(path)
+    edit(record)
+    torch.save(record, path)
+    with pytest.raises(UserError, match="make it again with --save_cache"):
+        load_prefix(path, model.config, mark)
+
+def test_a_flipped_bit_of_a_prompt_cache_is_found(tmp_path):
+    model, path = make_model("mamba_h", torch.float32), tmp_path / "cache"
+    mark = fingerprint(model, torch.float32)
+    save_prefix(str(path), read_prefix(model, prompts_of(19)[0]), mark)
+    whole = bytearray(path.read_bytes())
+    whole[whole.index(b"data/0") + 200] ^= 1            # in the tensors' part of the file
+    path.write_bytes(whole)
+    with pytest.raises(UserError, match="not a whole saved cache"):
+        load_prefix(str(path), model.config, mark)
+
+
+# -- the script -----------------------------------------------------------------------------------
+
+def run(monkeypatch, **settings):
+    """The script in this process, of a small untrained model."""
+    settings = {**dict(init="random", model_config="laptop", device="cpu", length=20, tokens_per_step=8), **settings}
+    for name, value in settings.items():
+        monkeypatch.setattr(sample, name, value)
+    sample.main()
+
+@pytest.mark.parametrize("settings, message", [
+    (dict(length=0), "length must be at least 1, but is 0"), (dict(num_samples=0), "num_samples must be at least 1, but is 0"), (dict(seed=10 ** 23), "seed must be below"),
+    (dict(order="rnd"), "order must be one of .*, but is 'rnd'"), (dict(dtype="fp16"), "dtype must be one of .*, but is 'fp16'"), (dict(engine="x"), "engine must be one of"),
+    (dict(threshold=-1.0), "threshold must be at least 0, but is -1.0"), (dict(threshold=5.0), "threshold must be at most 1, but is 5.0"),
+    (dict(tokens_per_step=-1), "tokens_per_step must be at least 1, but is -1"), (dict(prompt="hi", prompt_file="f"), "leave one out"),
+    (dict(save_cache="{here}"), "cannot be written"), (dict(save_cache="{here}/file/cache"), "cannot be written"),
+    (dict(prompt_file="{here}/nope"), "nope"), (dict(prompt_file="{here}/latin"), "latin is not UTF-8")])
+def test_settings_are_checked_before_a_model_is_loaded(monkeypatch, tmp_path, settings, message):
+    (tmp_path / "file").write_text("as it was")
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    monkeypatch.setattr(sample, "open_model", lambda *_: pytest.fail("a model was loaded"))
+    settings = {k: v.format(here=tmp_path) if isinstance(v, str) else v for k, v in settings.items()}
+    with pytest.raises((ConfigError, ModelError, DataError, OSError), match=message):
+        run(monkeypatch, **settings)
+    assert sorted(os.listdir(tmp_path)) == ["file", "latin"] and (tmp_path / "file").read_text() == "as it was"
+
+FULL = "vocab_size, seq_len, block_len, n_layer, n_head, d_model, attn_every = 258, 64, 64, 1, 2, 32, 1"
+
+@pytest.mark.parametrize("settings, message", [
+    (dict(prompt="a" * 300_000), "rotary capacity"), (dict(engine="graphs", save_cache="{here}/cache"), "CPU"),
+    (dict(model_config="{here}/full.py", save_cache="{here}/cache"), "no prefix cache")])
+def test_requests_are_checked_before_a_prompt_is_read_or_shown(monkeypatch, tmp_path, capsys, settings, message):
+    (tmp_path / "full.py").write_text(FULL)
+    monkeypatch.setattr(BlockDiffusionLM, "prefill", lambda *_, **__: pytest.fail("the prompt was read"))
+    settings = {k: v.format(here=tmp_path) if isinstance(v, str) else v for k, v in settings.items()}
+    with pytest.raises((ConfigError, ModelError), match=message):
+        run(monkeypatch, **{**dict(prompt="a prompt of some length"), **settings})
+    assert capsys.readouterr().out == "" and os.listdir(tmp_path) == ["full.py"]
+
+def test_a_folder_with_a_checkpoint_is_a_checkpoint(monkeypatch, tmp_path, capsys):
+    save_checkpoint(str(tmp_path / "ckpt.pt"), BlockDiffusionLM(config_from_file("laptop")), tokenizer="bytes",
+                    step=0, settings={})
+    run(monkeypatch, init="", checkpoint=str(tmp_path), prompt="some")
+    assert capsys.readouterr().out.startswith("some")
+    with pytest.raises(ModelError, match="no checkpoint at .*/empty/ckpt.pt; make one"):
+        (tmp_path / "empty").mkdir()
+        run(monkeypatch, init="", checkpoint=str(tmp_path / "empty"))
+
+
+# -- the terminal ---------------------------------------------------------------------------------
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+def test_reading_a_long_prompt_shows_a_bar_and_can_be_stopped(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sample, "BAR_DELAY", 0)
+    settings = dict(prompt="a" * 9000, save_cache=str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    run(monkeypatch, **settings)
+    seen = sys.stderr.getvalue()
+    assert "reading the prompt" in seen and "8.19k/8.99k [00:" in seen
+    assert capsys.readouterr().out.startswith("a" * 9000)
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(BlockDiffusionLM, "prefill", stop)
+    with pytest.raises(SystemExit, match="130"):
+        run(monkeypatch, **settings)
+    assert sys.stderr.getvalue().endswith("stopped after 0 tokens\n")
+
+
+@pytest.mark.parametrize("watching", [False, True])
+def test_what_is_drawn_under_the_text_on_a_terminal_leaves_the_text_alone(monkeypatch, capsys, watching):
+    """The cursor goes down, and back to where it was, and nothing is erased at or before that place."""
+    monkeypatch.setattr(sample, "watch", watching)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    printer = sample.Printer(get_tokenizer("bytes"), "", 0, 0, 8, 257)
+    printer.step(torch.tensor([[97, 257]]))
+    printer.block(0, torch.tensor([97, 98]))
+    printer.clear()
+    drawn = sys.stderr.getvalue()
+    assert drawn.count("\x1b7\x1b[B\r\x1b[J") == drawn.count("\x1b8") == 1 + watching
+    assert ("a\u2591" in drawn) == watching and "[2/8 tokens" in drawn
+    assert drawn.endswith("\x1b8\x1b[J") and capsys.readouterr().out == "ab"
+
+def test_a_dumb_terminal_gets_no_escape_codes(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    for term, live in (("dumb", False), ("xterm", True)):
+        monkeypatch.setenv("TERM", term)
+        printer = sample.Printer(get_tokenizer("bytes"), "", 0, 0, 8, 257)
+        printer.block(0, torch.tensor([97, 98]))
+        assert printer.live == live and ("\x1b" in terminal.getvalue()) == live
+
+
+def test_all_samples_begin_alike_and_what_a_terminal_cannot_show_is_replaced(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    monkeypatch.setattr(sys, "argv", ["sample.py", "--init=random", "--model_config=laptop", "--device=cpu", "--length=20",
+                                      "--num_samples=2", "--tokens_per_step=8"])
+    runpy.run_path(str(ROOT / "sample.py"), run_name="__main__")
+    sys.stdout.flush()
+    printed = sys.stdout.buffer.getvalue()
+    assert b"--- sample 2 ---\n" in printed and b"<|endoftext|>" not in printed
+    assert b"?" in printed                              # an untrained model writes what ASCII lacks

@@ -1,0 +1,258 @@
+"""Settings: files and flags, types, typos, values that contradict each other. A mistake is one sentence."""
+import os
+
+import pytest
+import torch
+
+import configurator
+from checkpoint import load_checkpoint
+from configurator import ConfigError, UserError, check, configure
+from conftest import ROOT, TINY, make_model, run_train, script
+from files import check_file, write_file
+from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file
+
+
+def space(**extra):
+    return {"learning_rate": 1e-3, "max_iters": 100, "resume": False, "out_dir": "out", "tasks": ["a"],
+            "checkpoint": None, "_private": 3, "main": lambda: None, **extra}
+
+
+@pytest.mark.parametrize("argv", [["--max_iters", "65536"], ["--max_iters=65536"], ["--max-iters=65536"],
+                                  ["--max_iters=6.5536e4"]])
+def test_both_spellings_of_a_flag_work(argv):
+    settings = space()
+    assert configure(settings, argv)["max_iters"] == 65536
+    assert settings["max_iters"] == 65536 and type(settings["max_iters"]) is int
+
+
+def test_an_integer_is_accepted_for_a_float():
+    value = configure(space(), ["--learning_rate=1"])["learning_rate"]
+    assert value == 1.0 and type(value) is float
+
+
+def test_lists_none_booleans_and_values_with_equals_signs():
+    out = configure(space(), ["--tasks=['x', 'y']", "--checkpoint=a=b.pt", "--resume"])
+    assert out["tasks"] == ["x", "y"] and out["checkpoint"] == "a=b.pt" and out["resume"] is True
+    assert configure(space(), ["--tasks=x,y"])["tasks"] == ["x", "y"]
+    assert configure(space(tasks=[1]), ["--tasks=64"])["tasks"] == [64]
+    assert configure(space(), ["--resume", "false"])["resume"] is False
+    assert configure(space(), ["--checkpoint=none"])["checkpoint"] is None
+    assert configure(space(), ["--out_dir=none"])["out_dir"] == "none"      # a word like any other
+    assert configure(space(), ["--out_dir=true"])["out_dir"] == "true"
+    assert configure(space(), ["--out_dir=3"])["out_dir"] == "3"
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--learning_rat=1"], "did you mean learning_rate"),
+    (["--zzz=1"], "--help lists all settings"),
+    (["--max_iters=many"], "takes a whole number"),
+    (["--max_iters=1.5"], "takes a whole number"),
+    (["--resume=1"], "true or false"),
+    (["--max_iters"], "needs a value"),
+    (["nowhere.py"], "does not exist"),
+    (["--_private=1"], "no setting"),
+    (["--main=1"], "no setting")])
+def test_mistakes_are_one_sentence_with_the_nearest_name(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        configure(space(), argv)
+
+
+def test_config_files_compute_and_flags_after_them_win(tmp_path):
+    file = tmp_path / "c.py"
+    file.write_text("import math\nmax_iters = max_iters * 2\nlearning_rate = math.sqrt(4)\n_half = 3\n")
+    out = configure(space(), [str(file), "--learning_rate=0.5"])
+    assert out["max_iters"] == 200 and out["learning_rate"] == 0.5 and "_half" not in out
+
+
+@pytest.mark.parametrize("text, message", [
+    ("max_iter = 5", "did you mean max_iters"), ("max_iters = 'x'", "takes a whole number"),
+    ("resume = 1", "true or false"), ("1 / 0", "ZeroDivisionError"), ("max_iters =", "SyntaxError")])
+def test_mistakes_in_files_name_the_file(tmp_path, text, message):
+    file = tmp_path / "c.py"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        configure(space(), [str(file)])
+    assert "c.py" in str(caught.value)
+
+
+def test_help_prints_the_settings_and_what_they_mean(capsys, tmp_path):
+    (tmp_path / "s.py").write_text("max_iters = 100   # how long\n")
+    with pytest.raises(SystemExit) as caught:
+        configure(space(__file__=str(tmp_path / "s.py"), LR=3), ["--help"])
+    shown = capsys.readouterr().out
+    assert caught.value.code == 0 and "--max_iters = 100" in shown and "how long" in shown and "LR" not in shown
+
+
+def test_bounds_and_choices_name_the_setting_and_what_it_may_be():
+    bounds = dict(least=dict(max_iters=1), above=dict(learning_rate=0), below=dict(learning_rate=1),
+                  choices=dict(out_dir=("out", "in")))
+    check(space(), **bounds)
+    for wrong, message in ((dict(max_iters=0), "max_iters must be at least 1, but is 0"),
+                           (dict(learning_rate=-1.0), "must be above 0"), (dict(learning_rate=float("nan")), "must be above 0, but is nan"),
+                           (dict(learning_rate=1.0), "must be below 1, but is 1.0"),
+                           (dict(out_dir="on"), "must be one of out, in, but is 'on'")):
+        with pytest.raises(ConfigError, match=message):
+            check(space(**wrong), **bounds)
+
+
+def test_a_script_ends_in_one_sentence(capsys, tmp_path):
+    for error, status in ((ConfigError("a"), "x.py: a"), (UserError("b"), "x.py: b"), (KeyboardInterrupt(), 130)):
+        with pytest.raises(SystemExit) as ended, configurator.script("x.py"):
+            raise error
+        assert ended.value.code == status
+    with pytest.raises(SystemExit, match="x.py: .*missing: No such file"), configurator.script("x.py"):
+        open(tmp_path / "missing")
+    with pytest.raises(ZeroDivisionError), configurator.script("x.py"):          # a mistake of ours keeps its traceback
+        1 / 0
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"import sys; sys.exit(0)"])
+def test_what_is_no_config_file_is_refused(tmp_path, content):
+    (tmp_path / "c.py").write_bytes(content)
+    with pytest.raises(ConfigError, match="config file .* failed"):
+        configure(space(), [str(tmp_path / "c.py")])
+    (tmp_path / "bom.py").write_bytes(b"\xef\xbb\xbfmax_iters = 7")
+    assert configure(space(), [str(tmp_path / "bom.py")])["max_iters"] == 7
+
+
+def test_whether_a_file_can_be_written_is_known_beforehand(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text('{"as": "it was"}')
+    (tmp_path / "empty").touch()
+    for path in ("", *(str(tmp_path / name) for name in ("file", "empty", "new/file"))):
+        check_file("out", path)
+    assert (tmp_path / "file").read_text() == '{"as": "it was"}' and not (tmp_path / "new" / "file").exists()
+    for path in (tmp_path, tmp_path / "file" / "x"):
+        with pytest.raises(ConfigError, match="out is .*, which cannot be written; name another file"):
+            check_file("out", str(path))
+    monkeypatch.setattr("files.os.access", lambda *_: False)         # a folder of another user
+    with pytest.raises(ConfigError, match="which cannot be written"):
+        check_file("out", str(tmp_path / "x"))
+
+
+def test_a_config_file_of_the_repository_is_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = {name: 0 for name in ("vocab_size seq_len block_len attn_every n_layer n_head d_model d_state "
+                                     "mamba_head_dim").split()} | dict(init_std=0.0, embed_std=0.0)
+    assert configure(dict(settings), ["config/laptop.py"])["seq_len"] == 256
+    with pytest.raises(ConfigError, match="config file laptops.py does not exist; config/ has .*laptop, "):
+        configure(settings, ["laptops.py"])
+
+
+def test_results_that_cannot_be_written_are_said_to_be_on_the_screen(tmp_path):
+    write_file("", "text")
+    write_file(str(tmp_path / "x.json"), "text")
+    assert (tmp_path / "x.json").read_text() == "text"
+    with pytest.raises(UserError, match="cannot be written .*; copy the results from the screen"):
+        write_file(str(tmp_path), "text")
+
+
+def test_names_of_nanogpt_lead_to_ours():
+    for name, settings, ours in (("start", dict(prompt="", seed=1), "prompt"), ("n_embd", dict(d_model=1), "d_model"),
+                                 ("max_new_tokens", dict(length=1, max_iters=2), "length")):
+        with pytest.raises(ConfigError, match=f"there is no setting '{name}'; did you mean {ours}\\?"):
+            configure(dict(settings), [f"--{name}=1"])
+
+
+# -- of a model and of a training -----------------------------------------------------------------
+
+def test_a_config_file_may_be_named_without_its_folder_and_its_types_are_checked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert config_from_file("laptop") == config_from_file(os.path.join(ROOT, "config", "laptop.py"))
+    with pytest.raises(ConfigError, match="config file lptop does not exist; config/ has .* laptop, "):
+        config_from_file("lptop")
+    (tmp_path / "mine.py").write_text("d_model = 'wide'")
+    with pytest.raises(ConfigError, match="mine.py: d_model takes a whole number"):
+        config_from_file("mine.py")
+
+
+def test_sequences_and_blocks_of_the_wrong_length_are_refused_in_a_sentence():
+    with pytest.raises(ModelError, match="whole blocks"):
+        ModelConfig(seq_len=100, block_len=16)
+    with pytest.raises(ModelError, match="rotary capacity"):
+        ModelConfig(seq_len=2 ** 19, block_len=256)
+    for name in ("vocab_size", "seq_len", "block_len", "attn_every", "n_layer", "n_head", "d_model", "d_state",
+                 "mamba_head_dim", "mamba_expand", "conv_width", "chunk_len", "rope_theta", "rope_capacity"):
+        for value in (0, -96):
+            with pytest.raises(ModelError, match=f"^{name} must be above 0, but is {value}$"):
+                ModelConfig(**{name: value})
+    model = make_model("mamba_h")
+    cache = model.new_cache(1, 16)
+    with pytest.raises(ModelError, match="trained with blocks of 8"):
+        model.denoise(torch.zeros(1, 4, dtype=torch.long), cache, torch.ones(1))
+    with pytest.raises(ModelError, match="12 tokens are not whole blocks; give the model a multiple of .* 8$"):
+        model.prefill(torch.zeros(1, 12, dtype=torch.long), cache)
+    with pytest.raises(ModelError, match="cannot take"):
+        model.prefill(torch.zeros(1, 24, dtype=torch.long), cache)
+    with pytest.raises(ModelError, match="rotary capacity"):
+        model.new_cache(1, 262_145)
+
+
+def test_attention_only_models_need_no_geometry_of_mamba():
+    shape = dict(vocab_size=23, seq_len=16, block_len=8, n_layer=2, n_head=2, d_model=20)
+    model = BlockDiffusionLM(ModelConfig(attn_every=1, **shape))
+    assert model(torch.zeros(2, 16, dtype=torch.long)).isfinite() and model.new_cache(1, 8).nbytes > 0
+    with pytest.raises(ModelError, match="must be a multiple of mamba_head_dim"):
+        ModelConfig(attn_every=2, **shape)
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--batch_size=4", "--micro_batch_size=3"], "must divide the 4 sequences"), (["--vocab_size=300"], "--vocab_size=258"),
+    (["--warmup_iters=4"], r"warmup_iters must be below max_iters \(4\), but is 4; add --warmup_iters=0"),
+    (["--dtype=bf16"], "one of auto, float32, bfloat16"),
+    (["--batch_size=0"], "batch_size must be at least 1, but is 0"), (["--grad_clip=-1"], "at least 0"),
+    (["--learning_rate=0"], "above 0"), (["--beta1=1"], "below 1"), (["--seed=-1"], "at least 0"),
+    (["--log_interval=0"], "at least 1"), (["--out_dir="], "name a folder")])
+def test_settings_that_contradict_each_other_are_refused(corpus, tmp_path, argv, message):
+    with pytest.raises(ConfigError, match=message):
+        run_train(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", *argv])
+
+
+def test_another_configuration_is_not_resumed(corpus, tmp_path):
+    out = str(tmp_path)
+    run_train(TINY + [f"--data={corpus}", f"--out_dir={out}"])
+    with pytest.raises(ModelError, match="another d_state"):
+        run_train(TINY + [f"--data={corpus}", f"--out_dir={out}", "--resume", "--d_state=16"])
+
+
+def test_a_short_run_needs_no_other_setting_and_a_warm_up_that_was_set_is_kept(corpus, tmp_path):
+    tiny = [word for word in TINY if not word.startswith("--warmup")] + [f"--data={corpus}"]
+    for steps, warmup in ((4, 0), (20, 2)):
+        run_train(tiny + [f"--max_iters={steps}", f"--out_dir={tmp_path / str(steps)}"])
+        assert load_checkpoint(f"{tmp_path}/{steps}/ckpt.pt")["settings"]["warmup_iters"] == warmup
+    with pytest.raises(ConfigError, match=r"warmup_iters must be below max_iters \(4\), but is 30"):
+        run_train(tiny + ["--max_iters=4", "--warmup_iters=30", f"--out_dir={tmp_path / 'x'}"])
+
+
+def test_resuming_with_other_settings_says_so_and_an_absent_device_is_a_sentence(corpus, tmp_path, capsys):
+    argv = TINY + [f"--data={corpus}", f"--out_dir={tmp_path}/out"]
+    run_train(argv)
+    run_train(argv + ["--resume", "--seed=2", "--max_iters=5"])
+    assert "resuming with another seed, max_iters" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no device 'cuda'"):
+        if torch.cuda.is_available():
+            pytest.skip("this machine has CUDA")
+        run_train(argv + ["--device=cuda", "--resume"])
+
+
+def test_from_elsewhere_a_config_is_found_in_the_repository(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, _, error = script("train.py", "config/laptop.py", *TINY, f"--data={corpus}", "--out_dir=here")
+    assert status == 0, error
+    assert (tmp_path / "here" / "ckpt.pt").is_file()
+
+
+@pytest.mark.parametrize("name, argv, message", [
+    ("model.py", ["nope"], "there are no settings here"),
+    ("train.py", ["--learning_rat=1"], "did you mean learning_rate"),
+    ("train.py", ["--out_dir={tmp}/new", "--seq_len=100"], "whole blocks"),
+    ("train.py", ["--out_dir={tmp}/new", "--data={tmp}/none"], "none"),
+    ("train.py", ["--batch_size=1e13"], "batch_size must be at most"),
+    ("train.py", ["--out_dir=caf\udce9"], "is not UTF-8"),
+    ("sample.py", ["--out_dir={tmp}/none"], "make one with python train.py"),
+    ("sample.py", ["--out_dir={trained}", "--length=262144", "--prompt=a"], "rotary capacity"),
+    ("sample.py", ["--num_samples=1e12"], "num_samples must be at most"),
+    ("eval.py", ["--checkpoint={trained}", "--mc=10000000000", "--device=cpu"], "eval.py: out of memory"),
+    ("data.py", ["show", "caf\udce9"], "is not UTF-8")])
+def test_scripts_answer_bad_input_with_one_sentence_and_a_non_zero_exit(trained, tmp_path, name, argv, message):
+    status, _, error = script(name, *(word.format(trained=trained, tmp=tmp_path) for word in argv))
+    assert status == 1 and message in error.splitlines()[-1]

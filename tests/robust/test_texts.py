@@ -1,0 +1,326 @@
+"""Texts, folders and arguments that data.py cannot use: each ends in a sentence that names the place, and nothing is lost."""
+import errno
+import json
+import os
+import random
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+import data
+from configurator import UserError
+from conftest import status
+from test_data import TEXTS, documents, fake_stdlib, folder_bytes, make_folder, prepared, write_jsonl
+from tools import prepare
+
+
+def main(*arguments):
+    """The exit status of `python data.py ...` in this process; its sentence goes to stderr."""
+    try:
+        prepare.main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        return stop.code if isinstance(stop.code, int) else 1
+    return 0
+
+
+def damage_shard(folder, edit):
+    path = next(folder.glob("train_00000.bin"))
+    content = bytearray(path.read_bytes())
+    path.write_bytes(edit(content) or content)
+
+
+REFUSED = {
+    "no such folder": (lambda f: [p.unlink() for p in f.iterdir()], "run python data.py jsonl"),
+    "truncated": (lambda f: damage_shard(f, lambda c: c[:-2]), "truncated: remove"),
+    "another format": (lambda f: damage_shard(f, lambda c: c.__setitem__(0, 0)), "not a shard"),
+    **{f"meta.json is {text}": (
+        lambda f, text=text: (f / "meta.json").write_text(text), "damaged")
+       for text in ("{", '{"tokenizer": "bytes"}')},
+    "a mask in the data": (
+        lambda f: damage_shard(f, lambda c: c.__setitem__(slice(1024, 1026), b"\x01\x01")),
+        "token 257, outside its vocabulary"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_damaged_folder_is_refused_with_the_command_to_run(tmp_path, case):
+    folder = make_folder(tmp_path)
+    damage, message = REFUSED[case]
+    damage(folder)
+    with pytest.raises(UserError, match=message + ".*run python data.py|" + message):
+        data.TokenData(folder, "train").sequences(16)
+
+
+def test_tokens_of_another_tokenizer_another_split_and_a_short_split_are_refused(tmp_path):
+    folder = make_folder(tmp_path)
+    with pytest.raises(data.DataError, match="holds bytes tokens, not gpt2.*--tokenizer gpt2"):
+        data.TokenData(folder, "train", "gpt2")
+    with pytest.raises(data.DataError, match="no val split: run python data.py.*--val"):
+        data.TokenData(folder, "val", "bytes")
+    for use in (lambda d: d.sequences(10**6), lambda d: d.batch(0, 0, [0], 1, 10**6)):
+        with pytest.raises(data.DataError, match="less than one sequence of 1,000,000"):
+            use(data.TokenData(folder, "train"))
+
+
+@pytest.mark.parametrize("use, message", [
+    (lambda d: d.sequences(16, -3), "no -3 sequences"),
+    (lambda d: d.sequence_bytes(16, -3), "no -3 sequences"),
+    (lambda d: d.sequences(0), "seq_len must be at least 1, but is 0"),
+    (lambda d: d.batch(0, 0, [0], 1, -8), "seq_len must be at least 1, but is -8"),
+])
+def test_windows_of_no_size_and_negative_counts_are_refused(tmp_path, use, message):
+    train = data.TokenData(make_folder(tmp_path), "train")
+    with pytest.raises(data.DataError, match=message):
+        use(train)
+
+
+def test_gpt2_without_its_files_is_one_sentence(monkeypatch):
+    def unreachable(name):
+        raise ConnectionError("no route to host")
+    monkeypatch.setattr(data.tiktoken, "get_encoding", unreachable)
+    with pytest.raises(data.DataError, match="TIKTOKEN_CACHE_DIR"):
+        data.get_tokenizer.__wrapped__("gpt2")
+
+
+def truncated(path):
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def flipped(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2:len(content) // 2 + 8] = b"\xff" * 8
+    path.write_bytes(content)
+
+
+GOOD = dict(text="good")
+
+
+NOISE = [dict(text=random.Random(i).randbytes(2000).hex()) for i in range(40)]
+
+
+BAD = {
+    "not JSON": ("a.jsonl", [GOOD, b"{", GOOD], None, "a.jsonl:2: not a JSON object"),
+    "an array": ("a.jsonl", [[GOOD, GOOD]], None, "a.jsonl:1: .* one is expected on each line"),
+    "no text": ("a.jsonl.zst", [GOOD, dict(url="x"), GOOD], None, 'a.jsonl.zst:2: no "text"'),
+    "text is a number": ("a.jsonl", [GOOD, dict(text=1), GOOD], None, 'a.jsonl:2: no "text"'),
+    "empty": ("a.jsonl.gz", [GOOD, GOOD, dict(text="")], None, "a.jsonl.gz:3: an empty document"),
+    "not UTF-8": ("a.jsonl", [GOOD, b'{"text": "\xff"}'], None, "a.jsonl:2: not UTF-8"),
+    "latin text": ("a.txt", [b"caf\xe9"], None, "a.txt:1: not UTF-8"),
+    "truncated gz": ("a.jsonl.gz", NOISE, truncated, r"a.jsonl.gz:\d+: .*end-of-stream"),
+    "corrupt gz": ("a.jsonl.gz", NOISE, flipped, r"a.jsonl.gz:\d+: "),
+    "truncated zst": ("a.jsonl.zst", NOISE, truncated, r"a.jsonl.zst:\d+: truncated zstd"),
+    "corrupt zst": ("a.jsonl.zst", NOISE, flipped, r"a.jsonl.zst:\d+: damaged zstd"),
+    "not zst": ("a.jsonl.zst", [], lambda path: path.write_bytes(b"hello"), "a.jsonl.zst:1: "),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_named_by_file_and_line_and_can_be_skipped(tmp_path, case):
+    name, rows, damage, message = BAD[case]
+    bad = write_jsonl(tmp_path / name, rows)
+    if damage:
+        damage(bad)
+    paths = [write_jsonl(tmp_path / "0.jsonl", documents(TEXTS)), bad,
+             write_jsonl(tmp_path / "z.jsonl", documents(TEXTS))]
+    with pytest.raises(data.DataError, match=message + ".*--skip_bad.* another --out$"):
+        prepared(tmp_path / "out", paths)
+    saved = json.loads((tmp_path / "out" / "progress.json").read_text())
+    assert saved["splits"]["train"]["documents"] >= len(TEXTS)
+    meta = prepared(tmp_path / "out", paths, skip_bad=True)
+    assert meta["skipped"] == 1 and meta["splits"]["train"]["documents"] >= 2 * len(TEXTS)
+    prepared(tmp_path / "again", paths, skip_bad=True)
+    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "again")
+
+
+def test_a_blank_line_is_no_document(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [GOOD, b"", GOOD, b"  "])
+    assert prepared(tmp_path / "out", [path])["splits"]["train"]["documents"] == 2
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["jsonl", "missing.jsonl", "--out", "out"], "missing.jsonl is not a file"),
+    (["jsonl", "a.csv", "--out", "out"], "endings"),
+    (["jsonl", "--out", "out"], "name some"),
+    (["jsonl", "empty.jsonl", "--tokenizer", "bytes", "--out", "out"], "no document"),
+    (["show", "nowhere"], "run python data.py jsonl"),
+    (["show", "data/dclm"], "run python data.py dclm --tokens 5e9 --out data/dclm"),
+    (["c4", "--local", ".", "--out", "out"], "no file that matches"),
+    (["mcqa", "--local", ".", "--out", "out"], "no folder named"),
+])
+def test_a_mistake_is_one_sentence_and_status_1(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    Path("a.csv").write_text("x")
+    Path("empty.jsonl").write_text("")
+    assert main(*arguments) == 1
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("command", [
+    "dclm --tokens=0.5", "dclm --tokens=nan", "dclm --tokens=many", "dclm --tokens 9 --val_fraction=1",
+    "c4 --sequences -1", "c4 --seq_len 0", "jsonl a.jsonl --out out --workers -3", "jsonl a.jsonl --out=", "show ''",
+])
+def test_a_setting_out_of_its_bounds_is_refused_before_anything_is_read(
+        tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl", documents(TEXTS))
+    arguments = shlex.split(command)
+    if arguments[0] in data.HUB:
+        arguments += ["--local", "."]
+    assert main(*arguments) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "at least" in error and "below" in error or "the name is empty" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["stdlib", "mcqa", *data.HUB, "mine", "two words"])
+def test_the_command_that_a_missing_folder_asks_for_can_be_run(name):
+    command = shlex.split(data.command_for(Path("some") / name))
+    assert command[:2] == ["python", "data.py"]
+    assert prepare.parse_arguments(command[2:]).out == str(Path("some") / name)
+
+
+def mcqa_input(folder):
+    write_jsonl(folder / "piqa" / "validation.jsonl", [dict(goal="Boil", sol1="Heat", sol2="Cool", label=0)])
+    return ["mcqa", "--local", folder]
+
+
+COMMANDS = ("stdlib", "jsonl", "mcqa")
+
+
+@pytest.fixture
+def command(request, tmp_path, monkeypatch):
+    """`python data.py` stdlib, jsonl or mcqa over small inputs, all but --out."""
+    if request.param == "jsonl":
+        path = write_jsonl(tmp_path / "a.jsonl", documents(TEXTS))
+        return ["jsonl", path, "--tokenizer", "bytes"]
+    if request.param == "mcqa":
+        return mcqa_input(tmp_path / "questions")
+    fake_stdlib(tmp_path / "lib")
+    monkeypatch.setattr(data.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
+    return ["stdlib"]
+
+
+@pytest.mark.parametrize("command", COMMANDS, indirect=True)
+def test_a_folder_that_is_not_ours_is_left_alone(tmp_path, command, capsys):
+    (tmp_path / "theirs" / "download").mkdir(parents=True)
+    (tmp_path / "theirs" / "piqa.jsonl").write_text("kept")
+    assert main(*command, "--out", tmp_path / "theirs") == 1
+    error = capsys.readouterr().err
+    assert "not empty" in error and "choose another --out" in error and "remove" not in error
+    assert sorted(p.name for p in (tmp_path / "theirs").iterdir()) == ["download", "piqa.jsonl"]
+    assert (tmp_path / "theirs" / "piqa.jsonl").read_text() == "kept"
+
+
+@pytest.mark.parametrize("number, advice", [
+    (errno.EACCES, "choose another --out"), (errno.ENOSPC, "make room and try again")])
+@pytest.mark.parametrize("command", COMMANDS, indirect=True)
+def test_what_cannot_be_written_comes_with_advice_that_fits(
+        tmp_path, monkeypatch, command, capsys, number, advice):
+    def refuse(path, *args, **kwargs):
+        raise OSError(number, os.strerror(number), str(path))
+    (tmp_path / "data").mkdir()
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert main(*command, "--out", tmp_path / "data" / "out") == 1
+    assert f"out cannot be written ({os.strerror(number)}); {advice}" in capsys.readouterr().err
+
+
+def test_question_sets_do_not_go_into_a_folder_of_text(tmp_path, capsys):
+    folder = make_folder(tmp_path)
+    before = folder_bytes(folder)
+    assert main(*mcqa_input(tmp_path / "questions"), "--out", folder) == 1
+    assert "holds text, not question sets: choose another --out" in capsys.readouterr().err
+    assert folder_bytes(folder) == before
+
+
+def test_a_file_that_may_not_be_read_is_no_bad_document(tmp_path, monkeypatch):
+    paths = [write_jsonl(tmp_path / name, documents(TEXTS)) for name in ("a.jsonl", "b.jsonl")]
+
+    def refuse(path, *args):
+        if path == paths[1]:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return open(path, *args)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "open", refuse, raising=False)
+        with pytest.raises(data.DataError, match="b.jsonl cannot be read .Permission denied"):
+            prepared(tmp_path / "out", paths, skip_bad=True)
+    meta = prepared(tmp_path / "out", paths, skip_bad=True)
+    assert meta["skipped"] == 0 and meta["splits"]["train"]["documents"] == 2 * len(TEXTS)
+
+
+def test_a_missing_package_names_the_pip_command(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl.zst", documents(TEXTS))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(data.DataError, match="pip install zstandard"):
+        prepared(tmp_path / "out", [path])
+
+
+def test_an_empty_default_corpus_leaves_nothing_behind(tmp_path):
+    (tmp_path / "lib").mkdir()
+    with pytest.raises(data.DataError, match="no Python source.*python data.py jsonl"):
+        data.prepare_stdlib(tmp_path / "data" / "stdlib", tmp_path / "lib")
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "in.jsonl", documents(TEXTS))
+    meta = prepared(tmp_path / "out", [path])
+    monkeypatch.setattr(data, "append", None)
+    assert prepared(tmp_path / "out", [path]) == meta
+    with pytest.raises(data.DataError, match="other settings: move it away, or choose"):
+        prepared(tmp_path / "out", [path], val_fraction=0.5)
+    (tmp_path / "out" / "meta.json").write_text("[]")
+    with pytest.raises(UserError, match="damaged.*move .*out away"):
+        prepared(tmp_path / "out", [path])
+    with pytest.raises(data.DataError, match="not empty.*: choose another --out$"):
+        prepared(tmp_path, [path])
+
+
+def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path, child, capfd):
+    resource = pytest.importorskip("resource")
+    path = write_jsonl(tmp_path / "in.jsonl", documents("x" * 5000 for _ in range(100)))
+    command = ["jsonl", path, "--tokenizer", "bytes", "--out"]
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
+    assert status(child(*command, tmp_path / "out", before=limit)) == 1
+    error = capfd.readouterr().err
+    assert "make room and try again" in error and "Traceback" not in error
+    with pytest.raises(data.DataError, match="unfinished: run this again.*jsonl"):
+        data.TokenData(tmp_path / "out", "train")
+    saved = json.loads((tmp_path / "out" / "progress.json").read_text())
+    assert saved["splits"]["train"]["tokens"] > 40_000
+    assert status(child(*command, tmp_path / "out")) == 0
+    assert status(child(*command, tmp_path / "whole")) == 0
+    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
+
+
+def test_ctrl_c_says_how_to_go_on_and_loses_nothing(tmp_path, monkeypatch, capsys):
+    paths = [write_jsonl(tmp_path / f"{i}.jsonl", documents(TEXTS)) for i in range(2)]
+    command = ["jsonl", *paths, "--tokenizer", "bytes", "--out"]
+    real = prepare.Preparation.take
+
+    def stopped(self, batch):
+        if batch.index == 1:
+            raise KeyboardInterrupt
+        real(self, batch)
+        self.save()
+    monkeypatch.setattr(prepare.Preparation, "take", stopped)
+    assert main(*command, tmp_path / "out") == 130
+    assert "run the same command again and it goes on" in capsys.readouterr().err
+    monkeypatch.setattr(prepare.Preparation, "take", real)
+    assert main(*command, tmp_path / "out") == main(*command, tmp_path / "whole") == 0
+    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
+
+
+def test_a_closed_pipe_ends_it_silently(tmp_path, child, capfd):
+    def close_pipe():
+        reader, writer = os.pipe()
+        os.close(reader)
+        sys.stdout = os.fdopen(writer, "w")
+    folder = make_folder(tmp_path)
+    capfd.readouterr()
+    assert status(child("show", folder, before=close_pipe)) == 141
+    assert capfd.readouterr().err == ""
