@@ -281,8 +281,8 @@ def generation_s(decoder, cache, masks, n_blocks):
 
 
 def fill(cache, model):
-    """Fills a cache with the keys, values and states of random tokens, not with zeros: the speed of a GPU depends on the
-    numbers that it multiplies. The model reads at most 8192 tokens; their keys and values are repeated."""
+    """Fills a cache with the keys, values and states of random tokens. Zeros would not do: the speed of a GPU depends
+    on the numbers that it multiplies. The model reads at most 8192 tokens; their keys and values are repeated."""
     c = model.config
     n = min(max(8192 // c.block_len, 1) * c.block_len, cache.max_len)
     model.prefill(torch.randint(0, c.mask_id, (len(cache.lengths), n), device=cache.lengths.device), cache)

@@ -83,6 +83,7 @@ def shapes(table):
 def read_checkpoint(path, parts):
     """Reads the record of a checkpoint or of an export. parts: keys that it must have, although CHECKPOINT allows them
     to be missing. Raises UserError for any other file."""
+    # A key without its "?" must not be missing.
     form = {key.removeprefix("?") if key[1:] in parts else key: part for key, part in CHECKPOINT.items()}
     load, advice, exported = read_tensors, "train again or use another file", path.endswith(".safetensors")
     if not os.path.isfile(path):
@@ -94,6 +95,7 @@ def read_checkpoint(path, parts):
     if exported:
         load, advice = read_export, f"an export is {WEIGHTS} with its {CONFIG}: export or download it again"
         need("safetensors.torch", path)
+        # config.json holds the sha256 of the weights, so it is noticed if the two files come from different exports.
         form |= dict(dtype=re.compile("float32|bfloat16"), sha256=lambda digest: digest == sha256(path))
     return read_record(path, load, form, "a whole nanoBDLM checkpoint", advice)
 

@@ -262,7 +262,7 @@ def script(name):
         if isinstance(error, BrokenPipeError):          # for example in `python sample.py | head`
             sys.exit(141)
         what = f"{error.filename or 'an output'}: {error.strerror or error}"
-        sys.exit(f"{name}: {what}; choose another path, or mend this one")
+        sys.exit(f"{name}: {what}; choose another path, or check this one")
     except (MemoryError, RuntimeError) as error:
         if not re.search("MemoryError|out of memory|allocate memory", repr(error)):
             raise

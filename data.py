@@ -513,7 +513,7 @@ def encode_choices(tokenizer, contexts, choices, max_len):
         n = len(tokenizer.encode_ordinary(context.rstrip(" ")))
         whole = tokenizer.encode_ordinary(context + choice)
         if not choice.strip() or len(whole) <= n:
-            raise ValueError(f"the answer {choice!r} has no tokens: mend or remove the row")
+            raise ValueError(f"the answer {choice!r} has no tokens: correct or remove the row")
         pairs.append((whole[:n], whole[n:]))
     room = max(0, max_len - max(len(answer) for _, answer in pairs))
     cut = max(0, max(len(context) for context, _ in pairs) - room)

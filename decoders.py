@@ -116,10 +116,12 @@ class ActiveBlock:
         self.permutation = torch.arange(l + -l % p + p, device=device).repeat(b, 1) % l
         self.next_positions = self.permutation[:, :p].clone()                  # (b, p), where the next step reveals
 
-        # offset: entries of `permutation` that earlier steps used, (b,). It grows by p in every step, whatever the
-        # order, so it also numbers the steps for the draws.
-        # begin: tokens of the row before this block, (b,). It is part of the key because positions count from the
-        # start of the block: without it, every block would get the same random numbers.
+        # A draw is a function of its position in the block and of `key`, each entry (b,):
+        #   seed      of the row
+        #   offset    entries of `permutation` that earlier steps used. It grows by p in every step, whatever the
+        #             order, so it also tells the draws of one step from those of another: it is their `step`.
+        #   begin     tokens of the row before this block. Without it, every block would get the same random numbers.
+        # `start` and `reveal` write offset and begin in place, so `key` always holds the current ones.
         self.offset, self.begin = torch.zeros(2, b, dtype=torch.long, device=device)
         self.key = torch.tensor(sampler.seeds, device=device), self.offset, self.begin
 
@@ -162,8 +164,8 @@ class ActiveBlock:
             return None
         is_masked = self.xt == self.sampler.mask_id
         if self.sampler.order == "first_hitting":
-            # Each of the m masked tokens would be unmasked at a uniform time on (0, t), as t falls from 1 to 0. The
-            # first one is unmasked at the largest of these m times, which is distributed as t u^(1/m).
+            # Time runs from t down to 0. Each of the m masked tokens is unmasked at a time that is uniform on (0, t), so
+            # the first of them at the largest of m such times. That is distributed as t u^(1/m), with u uniform.
             u = ops.uniform(1, TIME_STREAM, *self.key)[:, 0]                   # (b,)
             self.t *= u ** (1 / is_masked.sum(1).clamp(min=1))
         else:

@@ -158,8 +158,8 @@ def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=No
     if len(sampler.seeds) != len(prompts):
         raise ConfigError(f"the sampler has {len(sampler.seeds)} seeds; give it {len(prompts)}, one for each prompt")
     called = time.time()
-    # A commit is there for the blocks that come after. None comes after the last block, so it is never committed, and
-    # the cache needs no room for it.
+    # A block is committed so that the blocks after it can see it. No block comes after the last one, so it is never
+    # committed, and the cache needs no room for it.
     cache = model.new_cache(len(prompts), max(starts) + (n_blocks - 1) * l, l)
     decoder = new_decoder(model, cache, sampler, l)
     rows = read_prompts(model, cache, prompts, starts, prefix, on_read)        # the cached tokens of each row
@@ -174,9 +174,9 @@ def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=No
     n_masked = (active == c.mask_id).sum(1).tolist()
     started = now(device)
 
-    # While block k is unmasked, the cache holds the first starts[i] + k l tokens of row i, all of them final. (A fast
-    # engine commits block k - 1 together with the first step of block k.) Rows may start at different tokens, and
-    # their blocks are unmasked side by side.
+    # While block k is unmasked, the cache holds keys, values and states of the first starts[i] + k l tokens of row i,
+    # which are all final. (A fast engine commits block k - 1 together with the first step of block k.) Rows may start
+    # at different tokens; their blocks are unmasked side by side.
     for k in range(n_blocks):
         if k:
             decoder.commit(x0)
@@ -235,9 +235,14 @@ def now(device):
 
 def plan(config, prompts, length, after=0):
     """
-    Divides a request into blocks. after: tokens of the suffix. Returns the block length l, for each row the number of
-    tokens that are read into the cache (its whole blocks), and the number of blocks to unmask. Raises ModelError for
-    a request that cannot be served, before any work.
+    Divides a request into blocks. after: tokens of the suffix. Returns
+      l           the length of a block
+      starts      for each row the token at which its first active block starts. The tokens before it are whole blocks,
+                  which are read into the cache.
+      n_blocks    how many blocks are unmasked
+    For example, 21 prompt tokens, length 20 and l = 16 give starts = [16] and n_blocks = 2: the first block has 5 known
+    tokens and 11 masks, the second has 16 masks, of which 9 are needed. Raises ModelError for a request that cannot be
+    served, before any work.
     """
     totals = [len(p) + length + after for p in prompts]
     if length < 1:
@@ -248,7 +253,7 @@ def plan(config, prompts, length, after=0):
     starts = [len(p) // l * l for p in prompts]
     n_blocks = max(-(-(total - start) // l) for total, start in zip(totals, starts))
     if after and n_blocks > 1:
-        # A later block cannot be known while an earlier one is unmasked: blocks see only what comes before them.
+        # A block sees only itself and what comes before it. It would not see a suffix that lies in a later block.
         raise ModelError(f"a suffix must end in the block of {l} tokens in which the prompt ends, which has room for "
                          f"{l - max(len(p) % l for p in prompts)}; length and suffix are {length + after} tokens")
     end = max(max(starts) + n_blocks * l, *totals)
@@ -441,8 +446,7 @@ def main():
     suffix_tokens = torch.tensor(tokenizer.encode_ordinary(suffix), dtype=torch.long)
     l, (start, *_), _ = plan(c, [known] * num_samples, length, len(suffix_tokens))
     seeds = [(seed + i) % 2 ** 63 for i in range(num_samples)]
-    sampler = Sampler(seeds, order, tokens_per_step or max(l // 16, 1), threshold, temperature,
-                      top_k, top_p, c.mask_id)
+    sampler = Sampler(seeds, order, tokens_per_step or max(l // 16, 1), threshold, temperature, top_k, top_p, c.mask_id)
     if save_cache:
         need_cache(c)
     model, new_decoder = open_engine(engine, model, weight_dtype, compile)
