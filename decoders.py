@@ -164,8 +164,8 @@ class ActiveBlock:
             return None
         is_masked = self.xt == self.sampler.mask_id
         if self.sampler.order == "first_hitting":
-            # Time runs from t down to 0. Each of the m masked tokens is unmasked at a time that is uniform on (0, t), so
-            # the first of them at the largest of m such times. That is distributed as t u^(1/m), with u uniform.
+            # Time runs from t down to 0. Each of the m masked tokens is unmasked at a time that is uniform on (0, t),
+            # so the first of them at the largest of m such times. That is distributed as t u^(1/m), with u uniform.
             u = ops.uniform(1, TIME_STREAM, *self.key)[:, 0]                   # (b,)
             self.t *= u ** (1 / is_masked.sum(1).clamp(min=1))
         else:
