@@ -1,14 +1,14 @@
 """
-The paper's throughput tables and figure, re-measured (tab:training-throughput-8k,
-tab:inference-throughput), and each heavy operation beside a library and beside its own limit.
+Measures the throughput of training and generation, as the paper does (tab:training-throughput-8k,
+tab:inference-throughput), and compares each heavy operation with a library and with the limit of the hardware.
 
     python bench.py train         # 350M, 8192 tokens; or torchrun --nproc_per_node=8 bench.py train
     python bench.py sample        # 700M, batch 1, p = 16; some rows: --lengths=[1024,65536]
     python bench.py ops           # some operations: --only=['scan']
-    python bench.py plot FILE...  # figures in assets/ from what --out=FILE wrote
+    python bench.py plot FILE...  # figures in assets/ from files that --out=FILE wrote
 
-Compilation, capture and warm-up are apart from the measurement; every run prints hardware, clocks,
-versions and the kernels chosen, and ends in one JSON line. On a CPU: the same, small.
+Compilation, capture and warm-up are not part of the measured time. Every run prints hardware, clocks, versions and
+the selected kernels, and ends with one JSON line. On a CPU it measures small models.
 """
 from configurator import ConfigError, check, configure, script, tqdm  # first: see quiet_interrupt
 import contextlib
@@ -32,19 +32,19 @@ from sample import open_engine
 # -- settings --
 only = []                               # config files or operations, e.g. ['mamba_h_350m']; []: all
 lengths = []                            # generated lengths; []: the paper's
-batch = [1]                             # rows generated side by side; batch x length is at most the longest length
+batch = [1]                             # batch sizes of `sample`; batch x length is at most the longest length
 whole = [256, 1024, 8192, 32768, 65536] # lengths that block models generate from start to end
 tokens_per_step = 16                    # p, tokens revealed per step
-micro_batch_size = 8                    # training sequences on a device
-seq_len = 0                             # tokens of a training sequence; 0: the config's
-warmup = 5                              # iterations that are not counted
-iterations = 15                         # iterations that are
-out = ""                                # a file that gets the JSON as well
-figures = "assets"                      # where `plot` puts its pictures
+micro_batch_size = 8                    # training sequences per device
+seq_len = 0                             # tokens of a training sequence; 0: as in the config file
+warmup = 5                              # iterations before the measured ones
+iterations = 15                         # measured iterations
+out = ""                                # also write the JSON to this file
+figures = "assets"                      # the folder in which `plot` writes its pictures
 device = "auto"                         # auto, cpu, cuda or mps
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
 compile = True                          # torch.compile the layers; on CUDA only
-dist_timeout = 300                      # seconds until a collective without an answer ends the job
+dist_timeout = 300                      # seconds after which a collective that a rank has not joined ends the job
 
 # -- measuring --
 def synchronize(dev):
@@ -53,9 +53,9 @@ def synchronize(dev):
 
 
 def measure(step, dev, in_a_row=1):
-    """Median seconds of `iterations` calls after `warmup`, their spread (max - min) / median, and
-    seconds of the first call, which compiles and stands alone. Later times are means of so many
-    calls in a row."""
+    """Times step(). Returns the median seconds of `iterations` measurements, their spread (max - min) / median, and the
+    seconds of the very first call, which may compile. Each measurement, except that first call, is the mean of
+    `in_a_row` calls without a synchronisation between them."""
     times = []
     for calls in [1] + [in_a_row] * (warmup + iterations):
         synchronize(dev)
@@ -70,24 +70,24 @@ def measure(step, dev, in_a_row=1):
 
 
 def measured_ceilings(dev):
-    """What "limit" means here: TFLOP/s of a product of two square matrices of random numbers (bf16
-    on a GPU), and TB/s, read and written, of a copy."""
+    """The limits of the hardware, measured: TFLOP/s of a product of two square matrices of random numbers (bf16 on a
+    GPU), and TB/s of a copy, bytes read plus bytes written."""
     def rate(work, f):
         return work / measure(f, dev, in_a_row=10)[0]
     on_gpu, a = dev.type == "cuda", torch.randn(512, 512, device=dev)
     source, target = torch.zeros(2, 2 ** (28 if on_gpu else 22), device=dev)
     flops = matmul_ceiling(dev) if ampere(dev) else rate(2 * 512 ** 3, lambda: a @ a)
-    nbytes = rate(2 * source.nbytes, lambda: target.copy_(source))
-    return dict(matmul_tflops=flops / 1e12, copy_tb_s=nbytes / 1e12)
+    bandwidth = rate(2 * source.nbytes, lambda: target.copy_(source))
+    return dict(matmul_tflops=flops / 1e12, copy_tb_s=bandwidth / 1e12)
 
 
 def limit_ms(flops, nbytes, ceilings):
-    """Milliseconds that the FLOPs alone or the bytes alone would take, whichever is longer."""
+    """The least milliseconds for these FLOPs and bytes at the measured ceilings: the longer of the two times."""
     return 1e-9 * max(flops / ceilings["matmul_tflops"], nbytes / ceilings["copy_tb_s"])
 
 
 def release():
-    """Frees what the last row compiled and held, and counts the peak of memory anew."""
+    """Frees the compiled code and the memory of the last measurement, and resets the peak memory."""
     torch.compiler.reset()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -96,7 +96,8 @@ def release():
 
 @contextlib.contextmanager
 def noting(row, everything=False):
-    """A lack of memory inside becomes the row's error, and so does `everything` else if wanted."""
+    """A context that writes an out-of-memory error into row["error"] and ends without raising it; with `everything`,
+    any other error too."""
     try:
         yield
     except Exception as error:
@@ -108,15 +109,16 @@ def noting(row, everything=False):
 
 
 def run_all(parallel, names, make_rows, describe, rows_each=1):
-    """Runs make_rows(name, ceilings), a generator of about rows_each rows, for each name and prints
-    each row. What does not fit in memory is a row that says so, and the run goes on."""
+    """Runs make_rows(name, ceilings), a generator of rows, for each name, and prints each row with describe(row). If a
+    model does not fit in memory, its row says so and the run continues. rows_each: about how many rows a name has, for
+    the progress bar. Returns a dict of the ceilings and all rows."""
     rows, ceilings = [], measured_ceilings(parallel.device)
     def rows_of(name):
-        lost = dict(config=name)
-        with noting(lost):
+        failed = dict(config=name)
+        with noting(failed):
             yield from make_rows(name, ceilings)
-        if "error" in lost:
-            yield lost
+        if "error" in failed:
+            yield failed
     with tqdm(total=len(names), disable=parallel.rank > 0, leave=False,
               bar_format="{percentage:3.0f}% |{bar:20}| {elapsed}, ETA {remaining}") as bar:
         for i, name in enumerate(names, 1):
@@ -133,7 +135,7 @@ def run_all(parallel, names, make_rows, describe, rows_each=1):
 
 
 def models(size, dev):
-    """Config files to run: the setting, or all four of a size; on a CPU the laptop's."""
+    """The config files to run: `only`, or by default the four models of this size; on a CPU config/laptop.py."""
     return only or ([f"{kind}_{size}" for kind in paper.MODELS] if dev.type == "cuda" else ["laptop"])
 
 
@@ -144,7 +146,7 @@ def bench_train(parallel):
         yield train_row(name, training_config(name), parallel, 1e12 * ceilings["matmul_tflops"])
     names = models("350m", parallel.device)
     for name in names:
-        training_config(name)                           # so that a bad one costs no measurement
+        training_config(name)                           # raises for a bad config before anything is measured
     return run_all(parallel, names, make_rows, format_train)
 
 
@@ -155,6 +157,7 @@ def training_config(name):
 
 
 def train_row(name, config, parallel, ceiling):
+    """Measures the training of one model. ceiling: FLOP/s of a matrix product."""
     dev, on_gpu = parallel.device, parallel.device.type == "cuda"
     model = BlockDiffusionLM(config).to(dev)
     optimizer = ShardedAdamW(model, 1e-3, (0.9, 0.95), 0.1, parallel.rank, parallel.world)
@@ -179,17 +182,17 @@ def train_row(name, config, parallel, ceiling):
 def format_train(r):
     if "error" in r:
         return f"{r['config']:<22}{r['error']}"
-    theirs = paper.TRAIN.get(r["config"].removesuffix("_350m"), 0) / 8
-    beside = f"{r['tok_per_s'] / r['gpus'] / theirs:.2f}x the paper's A100" if theirs else ""
+    paper_speed = paper.TRAIN.get(r["config"].removesuffix("_350m"), 0) / 8        # of one of its eight GPUs
+    ratio = f"{r['tok_per_s'] / r['gpus'] / paper_speed:.2f}x the paper's A100" if paper_speed else ""
     return (f"{r['config']:<22}{r['tok_per_s']:>10,.0f} tok/s {r['ms']:>8.1f} ms "
             f"+-{50 * r['spread']:.1f}% {100 * r['mfu']:>5.1f}% of matmul ceiling "
-            f"{r['peak_gib']:>6.1f} GiB  compile {r['compile_s']:.0f} s   {beside}")
+            f"{r['peak_gib']:>6.1f} GiB  compile {r['compile_s']:.0f} s   {ratio}")
 
 
 # -- sample --
 @torch.no_grad()
 def bench_sample(parallel):
-    """Generation at 700M, random weights, p tokens a step; with batch 1 the paper's protocol."""
+    """Generation speed at 700M, with random weights and p tokens per step. Batch 1 is the paper's protocol."""
     dev, on_gpu = parallel.device, parallel.device.type == "cuda"
     def make_rows(name, ceilings):
         config = config_from_file(name)
@@ -198,26 +201,27 @@ def bench_sample(parallel):
             model = BlockDiffusionLM(config)
         torch.nn.init.normal_(model.head.weight, std=0.02)
         engine = open_engine("auto", model, pick_dtype("auto", dev), compile and on_gpu)
-        model = engine[0]                               # the one from which it was prepared is freed
+        model = engine[0]                               # now the only reference: the original weights are freed
         for b in batch:
             ladder = lengths or [n for n in paper.LADDER if b * n <= most]
-            rows, parts = full_sequence_rows, [ladder]
-            if not config.full_sequence:                # SHORT_CACHE of fast/cached_attention.py parts them
-                rows, parts = block_rows, [[n for n in ladder if n <= 8192], [n for n in ladder if n > 8192]]
-            for row in (row for part in parts if part for row in rows(*engine, b, part)):
-                theirs = paper.SAMPLE.get(name.removesuffix("_700m"), {}).get(row["length"]) if b == 1 else None
+            measure_rows, parts = full_sequence_rows, [ladder]
+            # fast/cached_attention.py divides its work in another way if a cache is longer than SHORT_CACHE, so short
+            # lengths are measured with a short cache.
+            if not config.full_sequence:
+                measure_rows, parts = block_rows, [[n for n in ladder if n <= 8192], [n for n in ladder if n > 8192]]
+            for row in (row for part in parts if part for row in measure_rows(*engine, b, part)):
+                paper_speed = paper.SAMPLE.get(name.removesuffix("_700m"), {}).get(row["length"]) if b == 1 else None
                 row |= dict(config=name, batch=b)
-                yield dict(row, **limit_of_step(row, model, ceilings), paper=theirs)
+                yield dict(row, **limit_of_step(row, model, ceilings), paper=paper_speed)
     names, longest = models("700m", dev)[::-1], max(lengths, default=0)
     for name in names:
         if longest > (most := config_from_file(name).rope_capacity):
-            raise ConfigError(f"lengths go up to {longest}; {name} makes at most {most} tokens")
+            raise ConfigError(f"lengths must be at most {most}, the rotary capacity of {name}, but one is {longest}")
     return run_all(parallel, names, make_rows, format_sample, len(lengths or paper.LADDER))
 
 
 def open_decoder(model, new_decoder, cache, l):
-    """A decoder of the active block of l tokens, and what a row says of it: its engine, and the seconds that
-    compiling and capturing took."""
+    """A decoder for blocks of l tokens, and fields for its row: the engine, and the seconds to compile and capture."""
     dev, started = cache.lengths.device, time.perf_counter()
     sampler = Sampler(list(range(len(cache.lengths))), tokens_per_step=tokens_per_step, mask_id=model.config.mask_id)
     decoder = new_decoder(model, cache, sampler, l)
@@ -226,10 +230,13 @@ def open_decoder(model, new_decoder, cache, l):
 
 
 def block_rows(model, new_decoder, b, ladder):
-    """Results of a block model with b rows, in one cache of the capacity that the longest needs. The time of one block
-    (commit of the last one included) is measured at several prefix lengths; a generation is the sum over
-    its blocks, interpolated between them.
-    `whole` lengths are generated from an empty prefix to the end too, short ones several times."""
+    """
+    Yields a row for each length of a block model with batch b. All share one cache, as large as the longest needs.
+
+    The time of one block, with the commit of the block before it, is measured at several prefix lengths. The time of a
+    generation is the sum over its blocks, whose times are interpolated between these prefix lengths ("integrated").
+    Lengths in `whole` are also generated from start to end, and then that is the speed of the row.
+    """
     l, dev = model.config.block_len, model.embed.weight.device
     capacity = (-(-max(ladder) // l) - 1) * l           # the last block is never committed
     cache = model.new_cache(b, max(capacity, l), l)
@@ -237,22 +244,22 @@ def block_rows(model, new_decoder, b, ladder):
     fill(cache, model)
     mask_id, found = model.config.mask_id, []
     masks, x0 = torch.full((b, l), mask_id, device=dev), torch.randint(0, mask_id, (b, l), device=dev)
-    usual = (0, l, 1024, 4096, 16384, 32768, 65536, 131072)        # the first block has nothing to commit
-    at = sorted({capacity, *(prefix for prefix in usual if prefix < capacity)})
-    for prefix in at:
+    candidates = (0, l, 1024, 4096, 16384, 32768, 65536, 131072)
+    prefixes = sorted({capacity, *(prefix for prefix in candidates if prefix < capacity)})
+    for prefix in prefixes:
         def block():
-            cache.lengths.fill_(max(prefix - l, 0))     # the commit brings it to prefix
-            if prefix:
+            cache.lengths.fill_(max(prefix - l, 0))     # the commit makes it `prefix`
+            if prefix:                                  # the first block of a generation has nothing to commit
                 decoder.commit(x0)
             decoder.decode(masks, [l])
-        found.append(measure(block, dev, in_a_row=4))   # as in a generation, where none is waited for
+        found.append(measure(block, dev, in_a_row=4))   # a generation does not synchronise between its blocks either
     seconds, spread, first = zip(*found)
-    about["capture_s"] += max(0, sum(first) - sum(seconds))         # steps that are not graphs compile there
+    about["capture_s"] += max(0, sum(first) - sum(seconds))         # without graphs, the first calls compile
     for length in ladder:
-        every_block = np.interp(range(0, length, l), at, seconds)
+        every_block = np.interp(range(0, length, l), prefixes, seconds)
         row = dict(length=length, tok_per_s=b * length / float(every_block.sum()),
                    how="integrated", spread=max(spread), cache_bytes=cache.nbytes,
-                   prefixes=at, block_ms=[1000 * s for s in seconds], **about)
+                   prefixes=prefixes, block_ms=[1000 * s for s in seconds], **about)
         if length in whole:
             whole_s = statistics.median(generation_s(decoder, cache, masks, -(-length // l))
                                         for _ in range(max(1, 8192 // length)))
@@ -261,7 +268,7 @@ def block_rows(model, new_decoder, b, ladder):
 
 
 def generation_s(decoder, cache, masks, n_blocks):
-    """Seconds of a generation of so many blocks after an empty prefix."""
+    """Seconds to generate n_blocks blocks from an empty cache."""
     cache.clear()
     synchronize(masks.device)
     started = time.perf_counter()
@@ -274,8 +281,8 @@ def generation_s(decoder, cache, masks, n_blocks):
 
 
 def fill(cache, model):
-    """Fills a cache with what the model makes of random tokens, keys and values repeated: how fast a GPU
-    multiplies depends on the numbers."""
+    """Fills a cache with the keys, values and states of random tokens, not with zeros: the speed of a GPU depends on the
+    numbers that it multiplies. The model reads at most 8192 tokens; their keys and values are repeated."""
     c = model.config
     n = min(max(8192 // c.block_len, 1) * c.block_len, cache.max_len)
     model.prefill(torch.randint(0, c.mask_id, (len(cache.lengths), n), device=cache.lengths.device), cache)
@@ -286,10 +293,11 @@ def fill(cache, model):
 
 
 def full_sequence_rows(model, new_decoder, b, ladder):
-    """Results of a full-sequence model with b rows: L / p steps over a window of L tokens, each the same work."""
+    """Yields a row for each length L of a full-sequence model with batch b. All L / p steps run over the same window of
+    L tokens and do the same work, so one step is measured."""
     for length in ladder:
         row = dict(length=length, how="step x L / p")
-        release()                                       # dynamo compiles a function for few lengths only
+        release()                                       # torch.compile recompiles a function for a few shapes only
         with noting(row):
             decoder, about = open_decoder(model, new_decoder, model.new_cache(b, 0, length), length)
             def step():
@@ -303,19 +311,24 @@ def full_sequence_rows(model, new_decoder, b, ladder):
 
 
 def step_work(c, b, l, prefix, p, width):
-    """(FLOPs, bytes) of one denoising step of b rows of l tokens after a prefix, at `width` bytes a value: products with every weight, attention's area, the scan's chunked products; the head, and what comes after
-    the last layer's scan or keys, on p tokens; weights and cache read once, activations not counted. A
-    block model commits a block every l / p steps, in the same pass: that share of a clean pass
-    (one Mamba direction, nothing after the last layer's states) is in the FLOPs."""
+    """
+    (FLOPs, bytes) of one denoising step of b rows of l tokens after a prefix, with `width` bytes per value.
+
+    FLOPs: products with all weights, attention scores and values, the chunked products of the scan. The head, and all
+    that follows the keys or the scan of the last layer, work on p tokens only. A block model commits a block every
+    l / p steps: p / l of a commit is included (one Mamba direction, nothing after the states of the last layer).
+    Bytes: weights and cache, read once. Activations are not counted.
+    """
     d, n, di, chunk = c.d_model, c.d_state, c.d_inner, min(c.chunk_len, l)
     commit = 0 if c.full_sequence else p / l
     flops, values = 2 * p * d * c.vocab_size, d * c.vocab_size
     for i in range(c.n_layer):
         last, share = i == c.n_layer - 1, 0.5 if i % c.attn_every else 1
-        enter = l + share * commit * l                  # tokens of a step and its share of a commit
+        enter = l + share * commit * l                  # tokens that enter the layer: the step's, and part of a commit
         leave, through_mlp = (p, p) if last else (enter, l + commit * l)
         if i % c.attn_every == 0:
-            before, after, read = 2 * d * d, 2 * d * d, 2 * prefix * d         # keys and values; the others
+            # Weights of keys and values; weights of queries and output; values read from the cache.
+            before, after, read = 2 * d * d, 2 * d * d, 2 * prefix * d
             flops += 4 * leave * (prefix + l) * d
         else:
             before, after, read = 2 * d * (2 * di + 2 * n + di // c.mamba_head_dim), 2 * di * d, n * di
@@ -326,8 +339,8 @@ def step_work(c, b, l, prefix, p, width):
 
 
 def limit_of_step(row, model, ceilings):
-    """Milliseconds of a step, averaged over the row's generation, and its limit at the mean prefix:
-    both grow linearly with the prefix."""
+    """Fields for a row: the mean milliseconds of a step in its generation, and the limit of a step at the mean prefix
+    length. The two are comparable because both grow linearly with the prefix."""
     if "error" in row:
         return {}
     c, p, width = model.config, tokens_per_step, model.head.weight.element_size()
@@ -342,17 +355,17 @@ def format_sample(r):
     name = f"{r['config']:<20}{rows + str(r.get('length', '')):>11}"
     if "error" in r:
         return f"{name} {r['error']}"
-    beside = r["paper"] and f"{r['tok_per_s'] / r['paper']:.1f}x the paper's A100 ({r['paper']:,})"
+    ratio = r["paper"] and f"{r['tok_per_s'] / r['paper']:.1f}x the paper's A100 ({r['paper']:,})"
     also = f" ({r['integrated']:,.0f} integrated)" if "integrated" in r else ""
     return (f"{name}{r['tok_per_s']:>10,.0f} tok/s  {r['how']}{also}  {r['ms_per_step']:.2f} ms "
             f"a step +-{50 * r['spread']:.1f}%, {100 * r['of_limit']:.0f}% of its limit, "
-            f"{r['engine']}, compile and capture {r['capture_s']:.1f} s  {beside or ''}")
+            f"{r['engine']}, compile and capture {r['capture_s']:.1f} s  {ratio or ''}")
 
 
 # -- ops --
 def bench_ops(parallel, operations):
-    """Each heavy operation beside the library a user would otherwise pick and beside its limit. operations: those of
-    tools/operations.py, {name: a generator of comparisons}."""
+    """Compares each heavy operation with a library for it and with its limit. operations: OPERATIONS of
+    tools/operations.py, {name: a function that yields comparisons}."""
     dev = parallel.device
     for name in only:
         check(dict(only=name), choices=dict(only=[*operations]))
@@ -368,7 +381,7 @@ def bench_ops(parallel, operations):
 
 
 def op_row(dev, op, ours, others, flops, nbytes, count=1, graph=True):
-    """A row of one comparison of tools/operations.py: what is timed, and the fields as there."""
+    """The row of one comparison. The arguments are the fields of a comparison in tools/operations.py."""
     row = dict(op=op, flops=flops, bytes=nbytes, **timed(ours, dev, count, graph), others={})
     for name, f in others.items():
         other = row["others"][name] = timed(f, dev, count, graph)
@@ -378,7 +391,8 @@ def op_row(dev, op, ours, others, flops, nbytes, count=1, graph=True):
 
 
 def timed(f, dev, count, graph):
-    """Milliseconds of one operation (as a CUDA graph: without the host's), and its own memory."""
+    """Fields for a row: the milliseconds of f, which runs an operation `count` times, and the memory that it needs on
+    top. As a CUDA graph, the time excludes that of the host. If f is text, it says why it cannot run."""
     if isinstance(f, str):
         return dict(error=f)
     release()
@@ -394,13 +408,14 @@ def timed(f, dev, count, graph):
 
 
 def captured(step):
+    """Records step() as a CUDA graph and returns the function that replays it."""
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):                       # compiles and tunes
         for _ in range(3):
             step()
     torch.cuda.current_stream().wait_stream(side)
-    # A recording that fails leaves its own stream behind as the current one, hence the first.
+    # A recording that fails leaves its own stream as the current one; the outer context restores ours.
     with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
         step()
     return graph.replay
@@ -417,7 +432,7 @@ def format_op(r):
 
 
 def check_settings():
-    """Raises, before anything is measured, for settings that cannot work."""
+    """Checks the settings before anything is measured. Raises ConfigError."""
     check(globals(), least=dict(iterations=1, warmup=0, micro_batch_size=1, tokens_per_step=1,
                                 seq_len=0, dist_timeout=1))
     for name in ("lengths", "whole", "batch"):
@@ -428,14 +443,15 @@ def check_settings():
 
 
 def main(words, operations=None, plot=None):
-    """Runs a subcommand. operations and plot: what `ops` and `plot` hand over to, see tools/."""
+    """Runs the subcommand words[0] with the settings that follow. operations and plot: OPERATIONS of
+    tools/operations.py and plot of tools/throughput.py."""
     benches = dict(train=bench_train, sample=bench_sample, ops=lambda parallel: bench_ops(parallel, operations))
     what, words, files = (words or ["--help"])[0], words[1:], []
     if what in ("-h", "--help"):
         configure(globals(), ["--help"])                # and exits
     if what not in (*benches, "plot"):
         raise ConfigError(f"there is no subcommand {what!r}, only {', '.join(benches)} and plot")
-    if what == "plot":                                  # files stand anywhere but behind `--name`
+    if what == "plot":                                  # a word is a file, except after a `--name` without `=`
         files = [word for before, word in zip(["", *words], words) if not word.startswith("--")
                  and (not before.startswith("--") or "=" in before)]
     configure(globals(), [word for word in words if word not in files])
@@ -451,15 +467,15 @@ def main(words, operations=None, plot=None):
                   after=hardware(parallel.device), kernels=line)
     if parallel.rank == 0:
         print(f"after: {described(result['after'])}")
-        print(json.dumps(result), flush=True)           # first, as writing may still fail
+        print(json.dumps(result), flush=True)           # before write_file, which may fail
         write_file(out, json.dumps(result, indent=1))
     parallel.close()
 
 
 if __name__ == "__main__":
-    # argv is cleared because torch.compile pastes it, unquoted, into the code it writes.
+    # torch.compile copies argv, without escaping, into the code that it generates: a quote would break it.
     _words, sys.argv[1:] = sys.argv[1:], []
     with script("bench.py"):
         from tools.operations import OPERATIONS
-        from tools.throughput import plot               # matplotlib is imported when it draws
+        from tools.throughput import plot               # imports matplotlib only when it is called
         main(_words, OPERATIONS, plot)

@@ -1,11 +1,15 @@
 """
-Everything that is kept on disk: checkpoints (weights, configuration, optimizer, step and versions in one file), exports
-(a folder with the weights alone, for others), and prompts as a model has read them. The formats are known here and
-nowhere else. Reading never runs code; writing never leaves half a file.
+Saves and loads what a model leaves on disk. Only this file knows the formats:
+
+  checkpoint   one file: weights, configuration, optimizer state, step, versions; train.py resumes from it
+  export       a folder with the weights alone, as safetensors, to publish a model
+  Prefix       a prompt and the cache after reading it, so that it is read only once
+
+Reading never runs code from the file. Writing never leaves half a file.
 
     python checkpoint.py export out/ --to=folder              model.safetensors, config.json and a model card
-    python -m pytest tests/test_model.py -k checkpoint        what is claimed here, shown
-    python -m pytest tests/test_sample.py -k saved            going on from a saved prompt equals the prompt itself
+    python -m pytest tests/test_model.py -k checkpoint        tests of checkpoints
+    python -m pytest tests/test_sample.py -k saved            a saved prompt continues as the prompt itself does
 """
 from configurator import ConfigError, check, configure, script  # first: see quiet_interrupt
 import contextlib
@@ -36,14 +40,16 @@ def is_tensor(x):
     return isinstance(x, torch.Tensor) and x.layout == torch.strided and x.is_floating_point() and x.itemsize > 1
 
 
-CHECKPOINT = {                          # the form of a checkpoint; what has a "?" is for train.py to resume from
+# The forms of the two kinds of files, in the notation of files.misfit. Keys with "?" may be missing: sampling and
+# evaluation need the weights only, train.py needs the other entries to resume.
+CHECKPOINT = {
     "format": re.compile("nanobdlm-1"), "model": {"*": is_tensor},
     "config": lambda config: isinstance(config, dict) and all(type(v) is FIELDS.get(k) for k, v in config.items()),
     "?tokenizer": str, "?settings": {"?data": str, "?learning_rate": (int, float)}, "?step": range(2 ** 62),
     "?optimizer": {"step": range(2 ** 62), "*": {"exp_avg": is_tensor, "exp_avg_sq": is_tensor}},
     "?losses": [float], "?skipped": range(2 ** 62),
 }
-PREFIX = {                              # the form of a saved prompt
+PREFIX = {
     "format": re.compile(r"nanobdlm-prefix-\d+"), "fingerprint": str,
     "tokens": lambda x: isinstance(x, torch.Tensor) and x.dtype == torch.int64 and x.dim() == 1,
     "layers": [lambda state: isinstance(state, tuple) and len(state) == 2 and all(map(is_tensor, state))],
@@ -51,20 +57,20 @@ PREFIX = {                              # the form of a saved prompt
 
 
 def save_checkpoint(path, model, **extra):
-    """Writes weights, configuration, versions and `extra`, tensors and plain values, to path."""
-    save(path, dict(
-        format="nanobdlm-1", config=dataclasses.asdict(model.config), model=model.state_dict(), versions=VERSIONS, **extra))
+    """Writes weights, configuration and versions to path. extra: more entries, of tensors and plain values."""
+    save(path, dict(format="nanobdlm-1", config=dataclasses.asdict(model.config), model=model.state_dict(),
+                    versions=VERSIONS, **extra))
 
 
 def save(path, record):
-    """torch.save, whole or not at all. Raises UserError."""
+    """torch.save, but the file is whole when it appears. Raises UserError if it cannot be written."""
     write_file(path, lambda f: torch.save(record, f),
                "choose another path; an older file of that name is untouched")
 
 
 def read_tensors(path, mmap=False):
-    """What torch.save wrote, on the CPU. Plain data alone: reading never runs code."""
-    with zipfile.ZipFile(path) as parts:                # torch.load does not look at checksums
+    """Reads what torch.save wrote, to the CPU. weights_only: an untrusted file cannot run code."""
+    with zipfile.ZipFile(path) as parts:                # torch.load does not verify checksums
         if damaged := parts.testzip():
             raise ValueError(f"checksum of {damaged}")
     return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
@@ -75,44 +81,50 @@ def shapes(table):
 
 
 def read_checkpoint(path, parts):
-    """The record of a checkpoint or of an export, with all of `parts`. Raises UserError for any other file."""
+    """Reads the record of a checkpoint or of an export. parts: keys that it must have, although CHECKPOINT allows them
+    to be missing. Raises UserError for any other file."""
     form = {key.removeprefix("?") if key[1:] in parts else key: part for key, part in CHECKPOINT.items()}
     load, advice, exported = read_tensors, "train again or use another file", path.endswith(".safetensors")
     if not os.path.isfile(path):
         if "optimizer" in parts and os.path.isfile(os.path.join(os.path.dirname(path), WEIGHTS)):
-            raise ModelError(f"{path} is missing, and the {WEIGHTS} beside it is an export, without the optimizer that "
-                             f"training goes on with; name the folder that was trained in")
+            raise ModelError(f"{path} is missing, and the {WEIGHTS} beside it is an export, without the optimizer "
+                             f"state that --resume needs; name the folder in which the model was trained")
         how = "python checkpoint.py export" if exported else "python train.py"
         raise ModelError(f"there is no checkpoint at {path}; make one with {how}")
     if exported:
-        load, advice = read_export, f"an export is {WEIGHTS} with its {CONFIG}: make it or fetch it again"
+        load, advice = read_export, f"an export is {WEIGHTS} with its {CONFIG}: export or download it again"
         need("safetensors.torch", path)
         form |= dict(dtype=re.compile("float32|bfloat16"), sha256=lambda digest: digest == sha256(path))
     return read_record(path, load, form, "a whole nanoBDLM checkpoint", advice)
 
 
 def load_checkpoint(path, *parts):
-    """Reads a checkpoint or an export as plain data on the CPU and checks that its weights, and its optimizer's
-    moments, fit its configuration. Raises UserError if not, or if one of `parts`, such as optimizer, is missing."""
+    """Reads a checkpoint or an export as plain data on the CPU. Checks that its weights are finite, and that weights
+    and optimizer moments have the shapes of its configuration. Raises UserError if not, or if one of `parts`, such as
+    optimizer, is missing."""
     path = os.fspath(path)
     record = read_checkpoint(path, parts)
-    config, tables, like = ModelConfig(**record["config"]), [record["model"]], None
-    if config.n_layer <= len(tables[0]):                # else building it might take for ever
-        with torch.device("meta"), contextlib.suppress(TypeError, RuntimeError):    # sizes beyond 64 bits
-            like = shapes(BlockDiffusionLM(config).state_dict())
+    config, weights, expected = ModelConfig(**record["config"]), record["model"], None
+    # A damaged configuration may have any sizes. The meta device allocates no memory, but each layer takes time, and a
+    # model with more layers than weights cannot fit. Sizes beyond 64 bits raise an error; then `expected` stays None.
+    if config.n_layer <= len(weights):
+        with torch.device("meta"), contextlib.suppress(TypeError, RuntimeError):
+            expected = shapes(BlockDiffusionLM(config).state_dict())
+    tables = [weights]
     if "optimizer" in parts:
         moments = {name: part for name, part in record["optimizer"].items() if name != "step"}
         tables += [{name: part[key] for name, part in moments.items()} for key in ("exp_avg", "exp_avg_sq")]
-    if any(shapes(table) != like for table in tables):
-        raise ModelError(f"{path} holds weights of another configuration than its own; train again or use another file")
-    if not all(x.isfinite().all() for x in tables[0].values()):
-        raise ModelError(f"{path} holds weights that are not finite, of a training that failed; use an earlier one, or "
-                         f"train again with a lower learning_rate")
+    if any(shapes(table) != expected for table in tables):
+        raise ModelError(f"{path} holds weights that do not fit its configuration; train again or use another file")
+    if not all(x.isfinite().all() for x in weights.values()):
+        raise ModelError(f"{path} holds weights that are not finite, because its training failed; use an earlier "
+                         f"checkpoint, or train again with a lower learning_rate")
     return record
 
 
 def load_model(path, device="cpu", *parts):
-    """Returns (model in evaluation mode on device, checkpoint record with all of `parts`)."""
+    """Loads a checkpoint or an export. Returns the model, in evaluation mode on `device`, and the record. parts: see
+    load_checkpoint."""
     record = load_checkpoint(path, *parts)
     model = BlockDiffusionLM(ModelConfig(**record["config"])).to(device)
     model.load_state_dict(record["model"])
@@ -120,35 +132,36 @@ def load_model(path, device="cpu", *parts):
 
 
 # ----------------------------------------------------------------------------------------------
-# A prompt that is read once and continued many times: a Prefix is its tokens and the cache that they leave. A saved
-# one is valid only for the same weights, configuration and dtype.
+# A Prefix is a prompt that a model has read: read once, continued many times. A saved one is valid only for the same
+# weights, configuration and dtype, because the cache holds what these computed.
 
 @dataclasses.dataclass
 class Prefix:
-    """A prompt as a model has read it. The tokens behind the last whole block are not in the cache:
-    they are the known part of the first block that is generated."""
-    tokens: torch.Tensor                # (m,) int64, all of the prompt
-    cache: Cache                        # of one row, exactly as long as the prompt's whole blocks
+    """A prompt and its cache. The cache holds whole blocks only. The tokens after the last whole block are not in it:
+    they become the known part of the first block that is generated."""
+    tokens: torch.Tensor                # (m,) int64, the whole prompt
+    cache: Cache                        # of one row; max_len is the length of the prompt's whole blocks
 
 
 def copy_rows(source, target, rows):
-    """Makes the empty rows `rows` of the cache `target` hold what the shorter or equal one-row cache `source` holds."""
+    """Copies the one-row cache `source` into the rows `rows` of the cache `target`, whose max_len may be larger."""
     for i in rows:
-        for theirs, mine in zip(source.layers, target.layers):
-            for a, b in zip(theirs, mine):
+        for source_state, target_state in zip(source.layers, target.layers):
+            for a, b in zip(source_state, target_state):
+                # Keys and values fill the first positions of the longer row. Boundary states have equal shapes.
                 b[i:i + 1][tuple(slice(n) for n in a.shape)].copy_(a)
         target.lengths[i:i + 1].copy_(source.lengths)
 
 
 def need_cache(config):
-    """Raises ModelError for a model that keeps no cache."""
+    """Raises ModelError for a full-sequence model, which has no cache."""
     if config.full_sequence:
         raise ModelError("a full-sequence model has no prefix cache: give it the prompt itself")
 
 
 def read_prefix(model, tokens, before=None, on_chunk=None):
-    """The Prefix of tokens (m,), after those of the Prefix `before` if there is one. on_chunk(n) is
-    called whenever n more have been read. Raises ModelError where the model has no cache."""
+    """Reads tokens (m,) and returns their Prefix. before: a Prefix to continue; its tokens come first and are not read
+    again. on_chunk(n) is called when n more tokens have been read. Raises ModelError if the model has no cache."""
     need_cache(model.config)
     tokens = tokens.cpu() if before is None else torch.cat([before.tokens, tokens.cpu()])
     l = model.config.block_len
@@ -161,8 +174,8 @@ def read_prefix(model, tokens, before=None, on_chunk=None):
 
 
 def fingerprint(model, dtype):
-    """sha256 of the configuration, of the dtype that generation runs in, and of every weight. Taken before weights are
-    cast or prepared for generation, so it is the same for every engine."""
+    """sha256 of the configuration, the dtype of generation and every weight. Call it before open_engine, which casts
+    or rearranges the weights: then all engines have the same fingerprint and can share a saved cache."""
     digest = hashlib.sha256(f"{model.config!r} {dtype}".encode())
     for name, p in model.named_parameters():
         digest.update(f"{name} {p.dtype} {tuple(p.shape)}".encode())
@@ -171,14 +184,15 @@ def fingerprint(model, dtype):
 
 
 def save_prefix(path, prefix, mark):
-    """Writes a Prefix, whole or not at all; mark: the `fingerprint` of its model. Raises UserError where that fails."""
+    """Writes a Prefix to a file. mark: the `fingerprint` of its model. Raises UserError if it cannot be written."""
     layers = [tuple(part.cpu() for part in state) for state in prefix.cache.layers]
     save(path, dict(format="nanobdlm-prefix-2", fingerprint=mark, tokens=prefix.tokens, layers=layers))
 
 
 def load_prefix(path, config, mark):
-    """Reads a Prefix as plain data, left on disk until it is copied. Raises UserError if it is no whole file of this
-    kind, or was made by other weights, another configuration or another dtype."""
+    """Reads a Prefix that save_prefix wrote. Its tensors are memory-mapped: they are read from disk when generation
+    copies them. mark: the `fingerprint` of the model that will continue it. Raises UserError for a damaged file, or if
+    other weights, another configuration or another dtype made it."""
     need_cache(config)
     if not os.path.isfile(path):
         raise ModelError(f"there is no saved cache at {path}; make one with --save_cache={path}")
@@ -187,11 +201,11 @@ def load_prefix(path, config, mark):
     tokens, layers = record["tokens"], record["layers"]
     held = len(tokens) // config.block_len * config.block_len
     with torch.device("meta"):
-        like = BlockDiffusionLM(config).new_cache(1, held)
+        expected = BlockDiffusionLM(config).new_cache(1, held).layers
     for wrong, how in (
             (record["format"] != "nanobdlm-prefix-2", "by another version, with another kind of fingerprint"),
             (record["fingerprint"] != mark, "with other weights, another configuration or another dtype"),
-            ([[x.shape for x in state] for state in layers] != [[x.shape for x in state] for state in like.layers]
+            ([[x.shape for x in state] for state in layers] != [[x.shape for x in state] for state in expected]
              or not all(x.isfinite().all() for state in layers for x in state)
              or ((tokens < 0) | (tokens >= config.mask_id)).any(), "damaged: its tokens and its cache do not fit")):
         if wrong:
@@ -200,10 +214,10 @@ def load_prefix(path, config, mark):
 
 
 # ----------------------------------------------------------------------------------------------
-# An export: the weights under their names in the state dict, and a config.json that has the form of a checkpoint
+# An export: the state dict as safetensors, and a config.json with the other entries of a checkpoint
 
 def need(package, path):
-    """Imports a package that not every checkpoint needs, or raises ModelError with the command that installs it."""
+    """Imports an optional package, or raises ModelError with the command that installs it. path: for the message."""
     try:
         return importlib.import_module(package)
     except ImportError:
@@ -211,21 +225,22 @@ def need(package, path):
 
 
 def download(path):
-    """The folder of hf://owner/name or hf://owner/name@revision in the cache of huggingface_hub. Raises ModelError."""
+    """Downloads hf://owner/name or hf://owner/name@revision, unless it is in the cache of huggingface_hub. Returns the
+    folder. Raises ModelError."""
     found = re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@(.+))?", path)
     if not found:
-        raise ModelError(f"{path} names no model of the hub; write hf://owner/name or hf://owner/name@revision")
+        raise ModelError(f"{path} is not the name of a model; write hf://owner/name or hf://owner/name@revision")
     hub = need("huggingface_hub", path)
     try:
         return hub.snapshot_download(found[1], revision=found[2], allow_patterns=list(EXPORT))
-    except Exception as error:                          # the hub's, the network's and the disk's errors
-        raise ModelError(f"{path} cannot be fetched from the hub ({type(error).__name__}): check the name and the "
+    except Exception as error:                          # hub, network and disk raise many types of errors
+        raise ModelError(f"{path} cannot be downloaded from the hub ({type(error).__name__}): check the name and the "
                          f"network, and run hf auth login for a private model") from None
 
 
 def find_checkpoint(path):
-    """The file that `path` names. A folder stands for its ckpt.pt or, where there is none, for its export; hf:// stands
-    for an export on the Hugging Face hub, see `download`. Raises ModelError."""
+    """The path of the weights file. `path` may be that file itself; a folder, which stands for its ckpt.pt or, if it
+    has none, for its export; or hf://owner/name, an export on the Hugging Face hub. Raises ModelError."""
     folder = download(path) if path.startswith("hf://") else path
     if not os.path.isdir(folder):
         return folder
@@ -235,15 +250,16 @@ def find_checkpoint(path):
 
 
 def read_export(path):
-    """The record of an export: the tensors at `path` and the config.json beside them. Neither can hold code."""
+    """Reads an export into the form of a checkpoint: the tensors at `path`, and the config.json in the same folder.
+    Neither format can hold code."""
     with open(os.path.join(os.path.dirname(path), CONFIG), encoding="utf-8") as f:
         return dict(json.load(f), model=need("safetensors.torch", path).load_file(path))
 
 
 def export(checkpoint, to, dtype="float32"):
     """
-    Writes the weights of a checkpoint as model.safetensors, with config.json and a model card, into a folder `to` that
-    has no such files yet. Every script takes that folder as --checkpoint. Raises UserError.
+    Writes the weights of a checkpoint as model.safetensors, with config.json and a model card, into the folder `to`.
+    Every script accepts this folder as --checkpoint. Raises UserError, also if the folder has such files already.
 
         python checkpoint.py export out/ --to=folder
         python checkpoint.py export out/ckpt.pt --to=folder --dtype=bfloat16
@@ -260,7 +276,7 @@ def export(checkpoint, to, dtype="float32"):
                   tokenizer=record["tokenizer"], settings=settings, versions=VERSIONS,
                   sha256=hashlib.sha256(weights).hexdigest())
     contents = lambda f: f.write(weights), json.dumps(config, indent=2) + "\n", model_card(model, config)
-    for name, content in zip(EXPORT, contents):         # the weights first: they are what may not fit
+    for name, content in zip(EXPORT, contents):         # the weights first: if the disk fills up, it is here
         write_file(os.path.join(to, name), content, "name another folder with --to")
 
 
@@ -285,7 +301,7 @@ To sample from it, run this in a copy of nanoBDLM. FOLDER is this folder, or hf:
 
 
 def main(words):
-    """`python checkpoint.py` with these words. Raises UserError."""
+    """Runs `python checkpoint.py` with these words of the command line. Raises UserError."""
     settings, helped = dict(__doc__=inspect.getdoc(export), to="", dtype="float32"), {"-h", "--help"} & set(words)
     if not helped and (words[:1] != ["export"] or words[1:2] == [] or words[1].startswith("-")):
         raise ConfigError(f"write python checkpoint.py export out/ --to=folder, not {' '.join(words) or 'nothing'}")

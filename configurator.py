@@ -6,17 +6,18 @@ A script defines its settings as module globals and calls `configure(globals())`
     python train.py config/mamba_h_87m.py --learning_rate=4e-3 --resume
     python sample.py --length 65536
 
-apply, in order, the config files and the flags. A config file is Python: it may compute, import and
-use the settings that stand so far, but every public name it assigns must be a setting of the script.
-Values keep the type of the default: an int is accepted where a float is due, true/false are strict, and
-`none` is accepted where the default is None. Names in capitals are constants, not settings.
+apply the config files and the flags in the order given; the last value of a setting counts. A config file
+is Python: it may compute, import, and read the current values of settings, but every public name that it
+assigns must be a setting of the script. A value must have the type of the default. An int is accepted for a
+float. A bool must be true or false. A setting whose default is None accepts any value. Names in capitals
+are constants, not settings.
 
     with script("train.py"):
         configure(globals())
         check(globals(), least=dict(batch_size=1), choices=dict(dtype=("auto", "float32")))
         main()
 
-ends in one sentence and an exit status for whatever its user can mend.
+ends with one sentence and an exit status, not with a traceback, if the error is one that the user can correct.
 """
 import ast
 import contextlib
@@ -27,29 +28,32 @@ import sys
 import time
 import types
 
-STARTED = time.time()                   # of the script, which imports this module first
+STARTED = time.time()                   # when the script started, as every script imports this module first
 
 
 class UserError(ValueError):
-    """What the user can mend. The message is one sentence: what is wrong and what to do. `script` prints it."""
+    """An error that the user can correct. The message is one sentence: what is wrong and what to do. `script` prints
+    it without a traceback."""
 
 
 class ConfigError(UserError):
-    """A setting that does not exist or has the wrong type."""
+    """A setting that does not exist, or whose value cannot be used."""
 
 
-def quiet_interrupt(kind, error, trace, otherwise=sys.excepthook):
-    """Ctrl-C outside `script`, while modules are imported: a line in place of a traceback."""
+def quiet_interrupt(kind, error, trace, default_hook=sys.excepthook):
+    """An excepthook that prints one line for Ctrl-C. Imports take seconds and run before `script` is entered, so every
+    script imports this module before the others."""
     if issubclass(kind, KeyboardInterrupt):
         return print("stopped", file=sys.stderr)
-    otherwise(kind, error, trace)
+    default_hook(kind, error, trace)
 
 
 sys.excepthook = quiet_interrupt
 
 
+# Names of nanoGPT's settings -> ours, for the hint after an unknown name.
 NANOGPT = dict(start="prompt", max_new_tokens="length", block_size="seq_len", n_embd="d_model", dataset="data",
-               lr_decay_iters="max_iters", eval_iters="eval_sequences")         # its names for some of our settings
+               lr_decay_iters="max_iters", eval_iters="eval_sequences")
 _SIMPLE = (bool, int, float, str, list, tuple, type(None))
 
 
@@ -60,7 +64,7 @@ def settings_of(namespace):
 
 
 def check_name(name, settings, where):
-    """Raises ConfigError with the nearest existing names if `name` is no setting."""
+    """Raises ConfigError, with the most similar settings, if `name` is not a setting. where: for the message."""
     if name not in settings:
         near = [NANOGPT[name]] if NANOGPT.get(name) in settings else difflib.get_close_matches(
             name, settings, n=2, cutoff=0.5)
@@ -69,14 +73,14 @@ def check_name(name, settings, where):
 
 
 def fit(name, value, default, where):
-    """Returns value in the type of default, or raises ConfigError. None defaults accept anything."""
+    """Returns value in the type of default: 1 for 1.0 and the reverse are accepted. Raises ConfigError otherwise."""
     if default is None:
         return value
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(default, int) and not isinstance(default, bool) and isinstance(value, float):
         if value.is_integer():
-            return int(value)                       # so that --max_iters=2e4 means 20000
+            return int(value)                       # --max_iters=2e4 is 20000
     if isinstance(default, (list, tuple)) and isinstance(value, (list, tuple)):
         return type(default)(value)
     if type(value) is not type(default):
@@ -87,7 +91,7 @@ def fit(name, value, default, where):
 
 
 def parse_value(text, default):
-    """Turns a flag's text into a value. Text stays text where the default is a string."""
+    """The value of a flag's text. If the default is a string, the text itself."""
     if isinstance(default, str):
         return text
     words = {"true": True, "false": False, "none": None}
@@ -95,7 +99,7 @@ def parse_value(text, default):
         return words[text.lower()]
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):               # a word; fit() rejects it where none is due
+    except (ValueError, SyntaxError):               # a word; fit() rejects it if the setting is a number
         value = text.split(",") if isinstance(default, (list, tuple)) else text
     if isinstance(default, (list, tuple)) and not isinstance(value, (list, tuple)):
         return [value]
@@ -103,8 +107,8 @@ def parse_value(text, default):
 
 
 def find_config(path):
-    """The path of a config file: as it is named, seen from the repository's folder, or the bare name of one in config/.
-    Raises ConfigError with the names that there are."""
+    """The path of a config file. `path` is a path as it stands, a path in the repository's folder, or the bare name of
+    a file in config/. Raises ConfigError, with the names in config/, if there is no such file."""
     root = os.path.dirname(os.path.abspath(__file__))
     for found in (path, os.path.join(root, path), os.path.join(root, "config", f"{path}.py")):
         if os.path.isfile(found):
@@ -115,14 +119,14 @@ def find_config(path):
 
 
 def read_file(path, settings):
-    """Executes a config file over a copy of the settings and returns the names that it assigned. Raises ConfigError
-    for a file that does not exist or that fails."""
+    """Executes a config file with the settings as its globals. Returns {name: value} of what it changed. Raises
+    ConfigError if the file does not exist or fails."""
     path = find_config(path)
-    scope = dict(settings, __file__=path, __name__="config")
+    scope = dict(settings, __file__=path, __name__="config")            # a copy: settings stay as they are
     try:
         with open(path, encoding="utf-8-sig") as f:
             exec(compile(f.read(), path, "exec"), scope)
-    except (Exception, SystemExit) as error:        # the file is the user's code: name it and why
+    except (Exception, SystemExit) as error:        # the user's code may raise anything
         raise ConfigError(f"config file {path} failed: {type(error).__name__}: {error}") from error
     helpers = (types.ModuleType, types.FunctionType, type)
     return {k: v for k, v in scope.items() if not k.startswith("_") and not isinstance(v, helpers)
@@ -132,7 +136,7 @@ def read_file(path, settings):
 def check_words(words):
     """Raises ConfigError for a word of the command line that is not UTF-8: it could be neither printed nor saved."""
     for word in words:
-        if re.search("[\ud800-\udfff]", word):
+        if re.search("[\ud800-\udfff]", word):      # how Python represents bytes that are not UTF-8
             raise ConfigError(f"command line: {word!r} is not UTF-8; write it in UTF-8, or rename what it names")
 
 
@@ -149,9 +153,9 @@ def print_help(namespace, settings):
 
 def configure(namespace, argv=None):
     """
-    Overrides the settings in `namespace` (a module's globals()) from config files and flags, in the
-    order given. argv: list of str, sys.argv[1:] by default. Returns the final settings as a dict.
-    Raises ConfigError for unknown names (with the nearest match) and wrong types; --help exits 0.
+    Overrides the settings in `namespace`, a module's globals(), by config files and flags, in the order
+    given. argv: list of str, by default sys.argv[1:]. Returns the final settings as a dict. Raises
+    ConfigError for unknown names and wrong types. --help prints the settings and exits with status 0.
     """
     settings = settings_of(namespace)
     words = list(sys.argv[1:] if argv is None else argv)
@@ -170,31 +174,32 @@ def configure(namespace, argv=None):
         name, equals, text = word[2:].partition("=")
         name = name.replace("-", "_")
         check_name(name, settings, "command line")
-        if not equals:                              # `--name value`, or a bare `--flag` for booleans
-            bare = isinstance(defaults[name], bool) and not (
+        if not equals:                              # `--name value`, or `--name` alone, which sets a bool to true
+            alone = isinstance(defaults[name], bool) and not (
                 words and words[0].lower() in ("true", "false"))
-            if not bare and not words:
+            if not alone and not words:
                 raise ConfigError(f"command line: --{name} needs a value")
-            text = "true" if bare else words.pop(0)
+            text = "true" if alone else words.pop(0)
         value = parse_value(text, defaults[name])
         settings[name] = fit(name, value, defaults[name], "command line")
     namespace.update(settings)
-    if argv is None:                                # torch.compile pastes argv into the code it writes,
-        del sys.argv[1:]                            # unquoted, so a quote in a flag would break it
+    if argv is None:
+        # torch.compile copies argv, without escaping, into the code that it generates: a quote would break it.
+        del sys.argv[1:]
     return settings
 
 
 def check(settings, least=None, most=None, above=None, below=None, choices=None):
     """
-    Raises ConfigError for the first setting out of its bounds. By name: least and most, the smallest and the largest
-    value; above and below, what it must exceed or stay under; choices, all that it may be. A None passes.
+    Raises ConfigError for the first setting that is out of bounds. Each argument is a dict {name: bound}. value >=
+    least, value <= most, value > above, value < below; choices: the list of allowed values. None is within all bounds.
     """
     bounds = ((least, lambda v, b: v >= b, "at least"), (most, lambda v, b: v <= b, "at most"),
               (above, lambda v, b: v > b, "above"), (below, lambda v, b: v < b, "below"))
     for table, holds, words in bounds:
         for name, bound in (table or {}).items():
             value = settings[name]
-            if value is not None and not holds(value, bound):           # not for a NaN either
+            if value is not None and not holds(value, bound):           # a NaN fails every comparison
                 raise ConfigError(f"{name} must be {words} {bound}, but is {value}")
     for name, allowed in (choices or {}).items():
         if settings[name] not in allowed:
@@ -202,13 +207,13 @@ def check(settings, least=None, most=None, above=None, below=None, choices=None)
 
 
 # ---------------------------------------------------------------------------------------------
-# The script part of a script
+# Around the main function of a script
 
 try:
     from tqdm import tqdm
 except ImportError:
     class tqdm:
-        """Shows nothing, where tqdm is not installed."""
+        """Stands in for tqdm's progress bar if tqdm is not installed. Shows nothing."""
         def __init__(self, iterable=(), *_, initial=0, **__):
             self.iterable, self.n = iterable, initial
 
@@ -224,23 +229,24 @@ except ImportError:
         def update(self, n=1):
             self.n += n
 
-        def __getattr__(self, name):                    # clear, close, refresh, ...
+        def __getattr__(self, name):                    # clear, close, refresh and so on do nothing
             return lambda *_, **__: None
 
 
 def mute():
-    """What is printed from here on goes nowhere. Else Python would try once more to print what is left, and complain."""
+    """Discards everything printed from now on. At its exit Python flushes stdout, and would print an error if stdout
+    cannot be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
 def script(name):
     """
-    Around the body of a script: a UserError, a file that cannot be read or written, or too little memory ends it with
-    one sentence on stderr and status 1; ctrl-C with status 130; a closed pipe silently.
+    A context for the body of a script. A UserError, a file that cannot be read or written, or a lack of memory ends
+    the script with one sentence on stderr and status 1. Ctrl-C ends it with status 130. A closed pipe ends it silently.
     """
     for stream in ("stdout", "stderr"):
-        if getattr(sys, stream) is None:                # closed, as by `>&-`
+        if getattr(sys, stream) is None:                # the shell closed it, for example by `>&-`
             setattr(sys, stream, open(os.devnull, "w"))
     try:
         yield
@@ -251,9 +257,9 @@ def script(name):
         print(f"{name}: stopped", file=sys.stderr)
         sys.exit(130)
     except OSError as error:
-        if error.filename is None:                      # what it prints cannot be written
+        if error.filename is None:                      # the error is that of stdout
             mute()
-        if isinstance(error, BrokenPipeError):          # as in `| head`
+        if isinstance(error, BrokenPipeError):          # for example in `python sample.py | head`
             sys.exit(141)
         what = f"{error.filename or 'an output'}: {error.strerror or error}"
         sys.exit(f"{name}: {what}; choose another path, or mend this one")

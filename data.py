@@ -1,11 +1,13 @@
-"""Shards of tokens on disk, and windows of those tokens back for training and evaluation.
+"""Writes text to disk as shards of tokens, and reads windows of these tokens for training and evaluation.
 
-A prepared folder holds uint16 shards (train_00000.bin, ...), for each split a table of every
-document's tokens and UTF-8 bytes, and meta.json, written last: a folder without it is unfinished.
-Documents lie one behind another, end-of-text after each; bits per byte divide by the bytes of the
-documents. Question sets are read here as well, one <task>.jsonl each. The default corpus is made
-here; text and questions from elsewhere are made by tools/prepare.py, which training never needs.
-The noise of a sequence is a function of (seed, number of the sequence) and is seeded here too.
+A prepared folder holds, for each split,
+  train_00000.bin, ...   shards: a header, then uint16 tokens. Each document is followed by end-of-text.
+  train_docs.bin         a table with one row for each document: its tokens and its UTF-8 bytes
+and meta.json, which is written last: a folder without it is unfinished. A folder of question sets
+holds one <task>.jsonl for each task instead.
+
+This file prepares the default corpus, Python's own source, and reads all folders. tools/prepare.py
+prepares other text and question sets; training does not need it.
 
     python data.py stdlib                                   # the default corpus: no download
     python data.py jsonl *.jsonl.zst --val valid.jsonl --tokenizer gpt2 --out data/mine
@@ -32,7 +34,8 @@ import torch
 
 from files import misfit, read_record, write_file, writing
 
-MAGIC, VERSION = 0x42444C4D, 1      # a shard's first two words; the third is its number of tokens
+# A shard begins with a header of 256 int32 words: MAGIC, VERSION, the number of tokens, then zeros.
+MAGIC, VERSION = 0x42444C4D, 1
 HEADER_WORDS, HEADER_BYTES = 256, 1024
 SHARD_TOKENS = 100_000_000
 SPLITS = ("train", "val")
@@ -50,9 +53,9 @@ TASKS = {                           # `mcqa`: repository, configuration (a patte
     "boolq": ("google/boolq", ".*", "validation"),
     "winogrande": ("allenai/winogrande", "winogrande_xl", "validation"),
 }
-VOCABULARY = {"bytes": 258, "gpt2": 50258}
+VOCABULARY = {"bytes": 258, "gpt2": 50258}          # token ids of each tokenizer, mask included
 COUNT = range(1, 2 ** 48)
-META = (                            # the forms of meta.json, for text and for question sets
+META = (                            # the two forms of meta.json, see files.misfit: text; question sets
     {"source": str, "revision": str, "tokenizer": re.compile("|".join(VOCABULARY)), "vocab_size": COUNT,
      "skipped": range(2 ** 48), "splits": {"*": {
          "tokens": COUNT, "documents": COUNT, "utf8_bytes": COUNT,
@@ -73,7 +76,7 @@ def get_tokenizer(name):
     """The tokenizer "bytes" or "gpt2" as a tiktoken.Encoding; its last id is the mask.
 
     bytes: 256 byte values, <|endoftext|> 256, <|mask|> 257. gpt2: GPT-2's ids, <|mask|> 50257.
-    Raises DataError for another name, and when GPT-2's files are neither cached nor reachable.
+    Raises DataError for another name, and if GPT-2's files are neither cached nor reachable.
     """
     if name == "bytes":
         return tiktoken.Encoding(
@@ -83,9 +86,9 @@ def get_tokenizer(name):
         raise DataError(f"there is no tokenizer {name!r}: choose bytes or gpt2")
     try:
         base = tiktoken.get_encoding("gpt2")
-    except Exception as error:      # a network's, a proxy's or a file's: they all end the same way
+    except Exception as error:      # network, proxy and disk raise many types of errors
         raise DataError(
-            f"GPT-2's BPE files cannot be had ({type(error).__name__}): go online once, or set "
+            f"GPT-2's BPE files cannot be downloaded ({type(error).__name__}): go online once, or set "
             "TIKTOKEN_CACHE_DIR to a folder in which tiktoken has cached them") from None
     return tiktoken.Encoding(
         "gpt2", pat_str=base._pat_str, mergeable_ranks=base._mergeable_ranks,
@@ -101,10 +104,10 @@ def token_bytes(name):
 
 
 def encode(tokenizer, text):
-    """One document as (uint16 tokens with end-of-text behind them, its UTF-8 bytes).
+    """Encodes one document. Returns (uint16 tokens with end-of-text at the end, number of UTF-8 bytes).
 
-    The names of special tokens are ordinary text here. Halves of surrogate pairs, which JSON can
-    spell but UTF-8 cannot hold, become U+FFFD.
+    The text "<|endoftext|>" in a document is ordinary text, not the special token. Lone surrogates,
+    which JSON can express but UTF-8 cannot, become U+FFFD.
     """
     try:
         utf8 = text.encode()
@@ -124,10 +127,10 @@ ELSEWHERE = "choose another --out"
 
 
 def check_out(out, *ours):
-    """Raises DataError if the folder `out` holds something, but none of the files `ours`."""
+    """Raises DataError if the folder `out` holds files, but none with a name of `ours`: it is not our folder."""
     names = {p.name for p in out.iterdir() if p.suffix != ".tmp"} if out.exists() else set()
     if names and names.isdisjoint(ours):
-        raise DataError(f"{out} is not empty, and not made by this command: {ELSEWHERE}")
+        raise DataError(f"{out} is not empty, and this command did not make it: {ELSEWHERE}")
 
 
 def write_json(path, value):
@@ -136,7 +139,8 @@ def write_json(path, value):
 
 
 def append(path, size, data, header=b""):
-    """Writes data at byte `size` of a file, over what an interrupted run left there, and syncs."""
+    """Makes `data` the content of a file from byte `size` on, and `header` that from byte 0 on, and syncs. What an
+    interrupted run wrote after byte `size` is lost."""
     with open(path, "r+b" if size else "wb", buffering=0) as file:
         if file.seek(0, os.SEEK_END) < size:
             raise DataError(f"{path} is shorter than it was: remove {path.parent} and start again")
@@ -152,8 +156,9 @@ def append(path, size, data, header=b""):
 class SplitWriter:
     """Appends documents to one split's shards and document table.
 
-    Three counts are its whole state, since they give every file's length. A writer that starts
-    from earlier counts overwrites what came after; the same documents give the same bytes.
+    Its whole state is three counts: tokens, documents and UTF-8 bytes. The length of each file
+    follows from them, so a writer that starts from the counts of an earlier save() continues there
+    and overwrites anything later. The same documents always give the same files.
     """
 
     def __init__(self, out, split, shard_tokens=SHARD_TOKENS, tokens=0, documents=0, utf8_bytes=0):
@@ -162,38 +167,39 @@ class SplitWriter:
         self.pending, self.rows, self.n_pending = [], [], 0
 
     def add(self, tokens, utf8_bytes):
-        """Takes one document, end-of-text included; save() writes it."""
+        """Adds one document, end-of-text included, to those that the next save() writes."""
         self.pending.append(tokens)
         self.rows.append((len(tokens), utf8_bytes))
         self.n_pending += len(tokens)
 
     def save(self):
-        """Puts on disk what was added and returns the counts. Raises OSError: a full disk, say."""
+        """Writes the added documents to disk and returns the counts. Raises OSError, for example on a full disk."""
         tokens = np.concatenate([np.empty(0, "<u2"), *self.pending])
-        at = self.tokens
+        n_written = self.tokens
         while len(tokens):
-            shard, filled = divmod(at, self.shard_tokens)
+            # `filled` tokens of this shard are on disk. `part` fills it; the rest goes to the next shard.
+            shard, filled = divmod(n_written, self.shard_tokens)
             part, tokens = np.split(tokens, [self.shard_tokens - filled])
             header = np.zeros(HEADER_WORDS, "<i4")
             header[:3] = MAGIC, VERSION, filled + len(part)
             size = HEADER_BYTES + 2 * filled if filled else 0
             body = part if filled else header.tobytes() + part.tobytes()
             append(self.out / f"{self.split}_{shard:05d}.bin", size, body, header)
-            at += len(part)
+            n_written += len(part)
         if self.rows:
             rows = np.array(self.rows, "<u4")
             append(self.out / f"{self.split}_docs.bin", 8 * self.documents, rows)
             self.documents += len(rows)
             self.utf8_bytes += int(rows[:, 1].sum())
-        self.tokens, self.pending, self.rows, self.n_pending = at, [], [], 0
+        self.tokens, self.pending, self.rows, self.n_pending = n_written, [], [], 0
         return self.counts()
 
     def counts(self):
-        """What is on disk so far: the arguments of a writer that goes on from here."""
+        """The counts of what is on disk. As arguments of a new SplitWriter they continue from here."""
         return dict(tokens=self.tokens, documents=self.documents, utf8_bytes=self.utf8_bytes)
 
     def describe(self):
-        """This split's part of meta.json, once all is saved."""
+        """This split's part of meta.json. Call save() first."""
         shards = []
         for start in range(0, self.tokens, self.shard_tokens):
             path = self.out / f"{self.split}_{start // self.shard_tokens:05d}.bin"
@@ -208,7 +214,7 @@ def sha256(path):
 
 
 def write_meta(out, source, revision, tokenizer, writers, skipped=0, made_from=None):
-    """Writes and returns meta.json of a folder whose writers have saved, which finishes it."""
+    """Writes meta.json, which marks the folder as finished, and returns its content. Save all writers first."""
     meta = dict(
         format=VERSION, source=source, revision=revision, tokenizer=tokenizer,
         vocab_size=get_tokenizer(tokenizer).n_vocab, skipped=skipped, made_from=made_from,
@@ -225,7 +231,7 @@ STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tes
 
 
 def stdlib_texts(root):
-    """(relative path, text or None) of the .py files below root, sorted; None if unreadable."""
+    """Yields (relative path, text) of each .py file below root, in sorted order. text is None if unreadable."""
     paths = []
     for folder, folders, names in os.walk(root):
         folders[:] = [f for f in folders if f not in STDLIB_EXCLUDED and f[:7] != "config-"]
@@ -233,12 +239,12 @@ def stdlib_texts(root):
     for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
         try:
             yield name, path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
-        except (UnicodeDecodeError, OSError):       # a link to nowhere, say
+        except (UnicodeDecodeError, OSError):       # OSError: for example a broken link
             yield name, None
 
 
 def write_stdlib(out, root):
-    """Writes the .py files below root into the empty folder `out`. Raises DataError if too few."""
+    """Writes the .py files below root into the empty folder `out`. Raises DataError if a split gets none."""
     writers, skipped = {split: SplitWriter(out, split) for split in SPLITS}, 0
     for name, text in stdlib_texts(root):
         skipped += text is None
@@ -258,8 +264,9 @@ def prepare_stdlib(out="data/stdlib", root=None, advice=ELSEWHERE):
     """Prepares the running Python's own source as byte tokens, 1 file in 20 for validation.
 
     A file's split depends on its relative path alone. Tests, installed packages and generated
-    tables stay out; empty and unreadable files are skipped, the latter counted. The folder appears
-    whole or not at all. Returns meta.json's content. Raises DataError, or UserError that ends in `advice`.
+    tables are left out. Empty and unreadable files are skipped; meta.json counts the unreadable ones.
+    The folder is complete when it appears. An existing one is kept. Returns the content of meta.json.
+    Raises DataError, or UserError with `advice` at its end if the folder cannot be written.
     """
     out, root = Path(out), Path(root or sysconfig.get_path("stdlib"))
     if (out / "meta.json").is_file():
@@ -271,7 +278,7 @@ def prepare_stdlib(out="data/stdlib", root=None, advice=ELSEWHERE):
         try:
             write_stdlib(work, root)
             os.rename(work, out)
-        except OSError:             # another process may have been first, with the same bytes
+        except OSError:             # another process may have written the same folder first: then use that
             if not (out / "meta.json").is_file():
                 raise
         finally:
@@ -290,7 +297,7 @@ def command_for(path):
 
 
 def read_json(path, form):
-    """A JSON file of a prepared folder. Raises UserError if it does not have the form."""
+    """Reads a JSON file of a prepared folder. Raises UserError if it does not have this form (see files.misfit)."""
     return read_record(path, lambda path: json.loads(path.read_text()), form, "a file of data.py",
                        f"move {path.parent} away and run {command_for(path.parent)}")
 
@@ -308,60 +315,64 @@ def read_meta(path):
 
 @functools.lru_cache(maxsize=4)
 def permutation(seed, epoch, n):
-    """The order of n windows in one epoch. RandomState: NumPy has promised never to change it."""
+    """A random permutation of n windows, for one epoch. RandomState, because NumPy guarantees that its numbers never
+    change between versions."""
     return np.random.RandomState([seed % 2**32, epoch]).permutation(n)
 
 
-# A seed of its own for each sequence, so that its noise does not depend on its batch.
+# Each sequence has its own noise seed, a function of (seed, number of the sequence). So its noise does not depend on
+# the batch that it is in, on the number of processes, or on where a run was resumed.
 
 def noise_seeds(seed, samples):
-    """A seed for each of the sample numbers: a list of int, of 63 bits each."""
+    """The noise seed of each sequence: a list of 63-bit ints. samples: the numbers of the sequences."""
     seeds = (np.random.SeedSequence([seed, int(i)]).generate_state(1, np.uint64)[0] for i in samples)
     return [int(s) & (2 ** 63 - 1) for s in seeds]
 
 
 def noise_generators(seed, samples):
-    """CPU generators with these seeds."""
+    """For each sequence a CPU generator, seeded by noise_seeds."""
     return [torch.Generator().manual_seed(s) for s in noise_seeds(seed, samples)]
 
 
 def batches(items, size):
-    """Slices of `size` items, or of one where size is less."""
+    """Slices of `size` items, the last of which may be shorter. A size below 1 counts as 1."""
     size = max(1, size)
     return (items[i:i + size] for i in range(0, len(items), size))
 
 
 class TokenData:
-    """One split of a prepared folder: a run of tokens on disk, cut into windows.
+    """One split of a prepared folder: one long sequence of tokens on disk, read in windows.
 
-    path, split: the folder, and "train" or "val". tokenizer: what the reader expects, None for
-    any. Raises DataError when the folder is unfinished or damaged, or lacks such tokens or split.
+    path: the folder. split: "train" or "val". tokenizer: the name that the folder must have been
+    prepared with; None accepts any. Raises DataError if the folder is unfinished or damaged, has
+    no such split, or holds tokens of another tokenizer.
     """
 
     def __init__(self, path, split, tokenizer=None):
         self.path, self.split, self.meta = Path(path), split, read_meta(path)
-        holds = self.meta.get("tokenizer", "no")
-        if holds == "no" or tokenizer not in (None, holds):
+        found = self.meta.get("tokenizer", "no")         # question sets have none
+        if found == "no" or tokenizer not in (None, found):
             raise DataError(
-                f"{path} holds {holds} tokens, not {tokenizer or 'text'} tokens: choose another "
+                f"{path} holds {found} tokens, not {tokenizer or 'text'} tokens: choose another "
                 f"folder, or run {command_for('DIR')} --tokenizer {tokenizer or 'gpt2'}")
         if split not in self.meta["splits"]:
             more = "--val PATH... " * (split == "val")
             raise DataError(f"{path} has no {split} split: run {command_for('DIR')} {more}")
         info = self.meta["splits"][split]
         if sum(shard["tokens"] for shard in info["shards"]) != info["tokens"] or \
-                self.meta["vocab_size"] != VOCABULARY[holds]:
+                self.meta["vocab_size"] != VOCABULARY[found]:
             raise self._damaged(f"{path}/meta.json contradicts itself")
         self.n_tokens, self.n_bytes = info["tokens"], info["utf8_bytes"]
         self.bytes_per_token = self.n_bytes / self.n_tokens
         self.shards = [self._check(shard["file"], shard["tokens"]) for shard in info["shards"]]
+        # Shard i holds tokens starts[i]..starts[i + 1] - 1 of the split.
         self.starts = np.cumsum([0] + [shard["tokens"] for shard in info["shards"]])
 
     def _damaged(self, what):
         return DataError(f"{what}: remove {self.path} and run {command_for(self.path)}")
 
     def _check(self, file, tokens):
-        """The path of one shard, its header and length checked."""
+        """Checks the header and length of one shard and returns its path."""
         path = self.path / file
         if not path.is_file() or path.stat().st_size != HEADER_BYTES + 2 * tokens:
             raise self._damaged(f"{path} is missing or truncated")
@@ -370,9 +381,9 @@ class TokenData:
         return path
 
     def _read(self, start, length):
-        """Tokens start .. start + length of the split, across shard boundaries: int64 (length,).
+        """Tokens start..start + length - 1 of the split, which may lie in several shards: int64 (length,).
 
-        One read a window rather than a memory map, which would fault once for every 4 KiB of it.
+        Plain reads are faster here than a memory map, which has a page fault for every 4 KiB.
         """
         out, done = np.empty(length, np.int64), 0
         shard = int(np.searchsorted(self.starts, start, "right")) - 1
@@ -382,12 +393,12 @@ class TokenData:
             part = np.fromfile(self.shards[shard], "<u2", n, offset=HEADER_BYTES + 2 * offset)
             out[done:done + len(part)] = part
             done, shard = done + len(part), shard + 1
-        if out.max() >= self.meta["vocab_size"] - 1:    # the last id, the mask, is never data
+        if out.max() >= self.meta["vocab_size"] - 1:    # the last id is the mask, which never occurs in data
             raise self._damaged(f"{self.path} holds token {out.max()}, outside its vocabulary")
         return out
 
     def n_windows(self, seq_len):
-        """Whole windows of seq_len tokens in the split. Raises DataError if there is none."""
+        """The number of whole windows of seq_len tokens in the split. Raises DataError if it is 0."""
         if seq_len < 1:
             raise DataError(f"seq_len must be at least 1, but is {seq_len}")
         if self.n_tokens < seq_len:
@@ -397,11 +408,12 @@ class TokenData:
         return self.n_tokens // seq_len
 
     def batch(self, seed, step, rows, batch_size, seq_len):
-        """Sequences `rows` of the global batch of `step`: int64 (len(rows), seq_len).
+        """The sequences `rows` (a range of ints) of the global batch of `step`: int64 (len(rows), seq_len).
 
-        Sample step * batch_size + row is a place in the endless row of epochs; every epoch visits
-        each window once, in an order of its own over all shards. A pure function of its arguments:
-        neither ranks nor micro-batches nor an interruption change what a step sees.
+        Training reads one epoch after another. Each epoch visits every window once, in its own random
+        order. Row r of step s is number s * batch_size + r in this series of windows. So a batch is
+        a pure function of the arguments: it does not depend on the number of ranks, on the size of
+        micro-batches, or on where a run was resumed.
         """
         n = self.n_windows(seq_len)
         out = np.empty((len(rows), seq_len), np.int64)
@@ -411,17 +423,17 @@ class TokenData:
         return torch.from_numpy(out)
 
     def sequences(self, seq_len, count=None):
-        """The first `count` windows in order, or all there are if fewer: int64 (n, seq_len)."""
+        """The first `count` windows, in order: int64 (n, seq_len). All of them if count is None, 0 or too large."""
         if count and count < 0:
             raise DataError(f"there are no {count} sequences: ask for 1 or more, or 0 for all")
         n = min(self.n_windows(seq_len), count or sys.maxsize)
         return torch.from_numpy(self._read(0, n * seq_len)).view(n, seq_len)
 
     def sequence_bytes(self, seq_len, count=None):
-        """UTF-8 bytes of source text that those windows cover: int64 (n,).
+        """UTF-8 bytes of source text in each window of `sequences`: int64 (n,).
 
-        Both tokenizers are lossless, so the bytes of a document's tokens are the document's, and
-        one cut by a window's edge counts by its tokens on this side. End-of-text counts nothing.
+        This is the sum of the bytes of its tokens. It is exact, because both tokenizers are lossless.
+        End-of-text has no bytes, as it is not part of a document.
         """
         sizes = torch.from_numpy(token_bytes(self.meta["tokenizer"]))
         return sizes[self.sequences(seq_len, count)].sum(1)
@@ -439,9 +451,10 @@ def bits_per_byte(nats_per_token, n_tokens, n_bytes):
 def byte_baselines(train_tokens, val_tokens):
     """Bits per byte of a unigram and a bigram model of byte tokens: dict(unigram=, bigram=).
 
-    Both count the training tokens, add one to every count over 257 symbols (the bytes and
-    end-of-text), and score all of val_tokens, end-of-text included, divided by the bytes alone, as
-    for the model. The bigram begins behind an end-of-text. Tokens: tensors or arrays of any shape.
+    Both estimate probabilities from counts in train_tokens, with one added to each count, over 257
+    symbols (256 bytes and end-of-text). Both score all val_tokens, end-of-text included, and divide
+    by the bytes without end-of-text, as for the model. The first token of the bigram follows an
+    end-of-text. Tokens: tensors or arrays of any shape.
     """
     v = 257
     train, val = (np.asarray(x).reshape(-1).astype(np.int64) for x in (train_tokens, val_tokens))
@@ -458,12 +471,13 @@ def byte_baselines(train_tokens, val_tokens):
 # -- reading question sets ------------------------------------------------------------------------
 
 def task_paths(folder, wanted):
-    """{task: path} of a folder of question sets. Raises DataError for a missing or misnamed one."""
+    """{task: path} of the tasks `wanted` in a folder of question sets; of all tasks if `wanted` is empty. Raises
+    DataError for a missing or unknown task."""
     found = {path.stem: path for path in Path(folder).glob("*.jsonl")}
     for name in [*wanted, *found]:
         if name not in TASKS:
-            raise DataError(f"{name} is no task: the files of {folder} and --tasks are named "
-                            f"after {', '.join(TASKS)}")
+            raise DataError(f"{name} is no task: the files of {folder} and --tasks must have names of "
+                            f"{', '.join(TASKS)}")
     missing = [name for name in wanted or found or ["question set"] if name not in found]
     if missing:
         raise DataError(f"{folder} holds no {missing[0]}: run python data.py mcqa --out {folder}")
@@ -471,7 +485,8 @@ def task_paths(folder, wanted):
 
 
 def check_question(row):
-    """(contexts, choices, gold) of a row of a prepared question set. Raises ValueError."""
+    """One question of a prepared question set -> (contexts, choices, gold): a context for each choice, and the
+    index of the right choice. Raises ValueError if it is not well-formed."""
     contexts = []
     if not misfit(row, {"choices": [str], "contexts": [str]}):
         contexts = row["contexts"]
@@ -486,9 +501,12 @@ def check_question(row):
 
 def encode_choices(tokenizer, contexts, choices, max_len):
     """
-    ([(context, answer), one per choice], tokens cut). Context and choice are encoded as one string,
-    which is split where the context alone ends; a context's trailing spaces belong to the choice.
-    Contexts are cut on the left, all alike, so that the longest choice fits max_len.
+    Encodes a question. Returns a list with one (context tokens, answer tokens) for each choice, and the number of
+    tokens that were cut.
+
+    Context and choice are encoded as one string, because BPE may merge across the boundary. The tokens are split
+    where the context would end if it was encoded alone, without trailing spaces: these belong to the answer. The
+    same number of tokens is cut from the left of each context, so that the longest context and answer fit max_len.
     """
     pairs = []
     for context, choice in zip(contexts, choices):
@@ -503,8 +521,9 @@ def encode_choices(tokenizer, contexts, choices, max_len):
 
 
 def load_questions(path, tokenizer, max_len, limit=0, seed=0):
-    """The questions of a prepared <task>.jsonl: [dict(pairs, cut, gold)]; with a limit, so many drawn by seed, since
-    neighbours may be variants of one question. Raises DataError with the line of a bad one."""
+    """Reads the questions of a prepared <task>.jsonl: [dict(pairs, cut, gold)], see encode_choices. limit: take only
+    this many, chosen at random by `seed`, because neighbouring questions may be variants of each other. Raises
+    DataError with the line number of a malformed question."""
     lines = [(n, line) for n, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
     if 0 < limit < len(lines):
         lines = [lines[i] for i in sorted(permutation(seed, 0, len(lines))[:limit])]
@@ -513,7 +532,7 @@ def load_questions(path, tokenizer, max_len, limit=0, seed=0):
         try:
             contexts, choices, gold = check_question(json.loads(line))
             pairs, cut = encode_choices(tokenizer, contexts, choices, max_len)
-        except (ValueError, RecursionError) as error:   # those of JSON and UTF-8 too
+        except (ValueError, RecursionError) as error:   # errors of JSON and UTF-8 are ValueErrors as well
             raise DataError(f"{path}:{number}: {error}") from None
         questions.append(dict(pairs=pairs, cut=cut, gold=gold))
     if not questions:
@@ -522,7 +541,7 @@ def load_questions(path, tokenizer, max_len, limit=0, seed=0):
 
 
 def show(path):
-    """Prints what a prepared folder holds: counts, bytes per token, and how its text begins."""
+    """Prints the content of a prepared folder: counts, bytes per token, and the first tokens of each split."""
     meta = read_meta(path)
     for task, info in meta.get("tasks", {}).items():
         print(f"{task}: {info['questions']:,} questions from {info['source']} ({info['split']})")
@@ -541,7 +560,7 @@ def show(path):
 
 
 if __name__ == "__main__":
-    # Here this file is __main__. tools.prepare imports it once more as `data` and sees only that copy,
-    # so there is nothing else in this part: a DataError is always data.DataError.
+    # When it runs as a script, this file is the module __main__, and tools.prepare imports a second copy of it as
+    # `data`. All the work is done by that copy: an `except DataError` here would not catch its data.DataError.
     from tools.prepare import main
     main(sys.argv[1:])

@@ -1,17 +1,18 @@
 """
-What a denoising step reveals: the rules by which masked tokens of a block become known, shared by the plain engine
-in sample.py and the fast one in fast/decoder.py.
+Which masked tokens a denoising step reveals. The plain engine in sample.py and the fast one in fast/decoder.py share
+these rules. A step draws a token for masked positions and writes some of the drawn tokens into the block:
 
-  random         the next p positions of a random order; p = 1 is exact ancestral sampling
-  confidence     the p positions whose drawn token is most probable
-  threshold      all positions whose drawn token has at least this probability, and always the most probable one
-  first_hitting  one random position, at the time at which the reverse process first unmasks one
+  random         at the next p positions of a random permutation; p = 1 is exact ancestral sampling
+  confidence     at the p positions whose drawn tokens are most probable
+  threshold      at every position whose drawn token has at least this probability, and at the most probable one
+  first_hitting  at one random position, at the time when the reverse process first unmasks a token
 
-A new decoder goes into `ActiveBlock.reveal`.
+p is `tokens_per_step`. To add a decoder, see "Another decoder" in docs/forking.md.
 
     python -m pytest tests/test_sample.py -k "distribution or ancestral or first_hitting"
 """
 import dataclasses
+import math
 
 import torch
 
@@ -19,12 +20,14 @@ import ops
 from configurator import ConfigError, check
 
 ORDERS = ("random", "confidence", "threshold", "first_hitting")
-LOGITS = 2 ** 24                        # logits of a row that exist at a time, where all positions need them
-ORDER, TIME = -1, -2                    # stream ids of ops.uniform; token draws use ids >= 0
+LOGITS = 2 ** 24                        # the most logits of one row that exist at a time
+
+# ops.uniform numbers its random numbers by stream. Token draws (ops.gumbel_argmax) use streams >= 0.
+PERMUTATION_STREAM, TIME_STREAM = -1, -2
 
 
 def check_decoder(settings):
-    """Raises ConfigError for the first of a Sampler's settings, a dict, that makes no sense."""
+    """Raises ConfigError for the first value in `settings`, a dict of a Sampler's fields, that is out of bounds."""
     check(settings, least=dict(tokens_per_step=1, threshold=0, temperature=0, top_k=0),
           most=dict(threshold=1, top_p=1), above=dict(top_p=0), choices=dict(order=ORDERS))
 
@@ -32,8 +35,8 @@ def check_decoder(settings):
 @dataclasses.dataclass
 class Sampler:
     """
-    How masked tokens become text. `seeds`: an int64 for each row. A draw is a function of its row's seed, of
-    position and step (see ops.uniform), so rows, or calls, with the same seed and prompt come out alike.
+    How tokens are drawn and in which order. `seeds` has one int64 for each row of the batch. All draws of a row are
+    functions of its seed, so a row with the same seed and prompt gets the same tokens in any batch and any call.
     """
     seeds: list
     order: str = "random"
@@ -54,133 +57,170 @@ class Sampler:
         if self.order == "first_hitting":
             self.tokens_per_step = 1
 
-    def pick(self, logits, at, *key):
-        """Draws tokens (b, m) from logits (b, m, v - 1) of the positions at (b, m), after temperature and cuts.
-        key: seed, step and begin of ops.gumbel_argmax."""
+    def pick(self, logits, positions, seed, step, begin):
+        """Draws a token for each of the positions (b, m) of the block. logits (b, m, v - 1) -> tokens (b, m). seed,
+        step and begin, each (b,): see ops.gumbel_argmax."""
         if self.temperature == 0:
             return logits.argmax(-1)
         if self.temperature != 1:
             logits = logits.double() / self.temperature
-        return ops.gumbel_argmax(cut(logits, self.top_k, self.top_p), at, *key)
+        return ops.gumbel_argmax(cut(logits, self.top_k, self.top_p), positions, seed, step, begin)
 
 
 def cut(logits, top_k, top_p):
-    """Sets all but the top_k tokens, and all past the one that crosses mass top_p, to -inf."""
+    """Sets logits (..., v) to -inf outside the top_k tokens, and outside the fewest tokens that reach mass top_p."""
     if top_k:
         kth = logits.topk(min(top_k, logits.size(-1)), -1).values[..., -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))
     if top_p < 1:
-        ordered, index = logits.double().sort(-1, descending=True)
-        p = ordered.softmax(-1)
-        before = p.cumsum(-1) - p                       # mass ahead of a token: 0 for the first
-        drop = torch.zeros_like(before, dtype=torch.bool).scatter(-1, index, before >= top_p)
+        descending, index = logits.double().sort(-1, descending=True)
+        probability = descending.softmax(-1)
+        # A token is dropped if the more probable ones reach top_p without it. The first token has none before it, so
+        # it always stays.
+        mass_before = probability.cumsum(-1) - probability
+        drop = torch.zeros_like(mass_before, dtype=torch.bool).scatter(-1, index, mass_before >= top_p)
         logits = logits.masked_fill(drop, float("-inf"))
     return logits
 
 
 class ActiveBlock:
     """
-    The block being unmasked and how far it has come. A step is `noise_level`, then a forward pass, then `reveal`.
-    These keep shapes fixed, write in place and never wait for the device, so one step can be a CUDA graph.
+    The block that is being unmasked. One denoising step is
+
+      1. `noise_level()`        the t on which the model is conditioned
+      2. a forward pass         of the model over `xt`; this is the engine's part
+      3. `reveal(logits_of)`    draws tokens and writes some of them into `xt`
+
+    Known tokens never change. Prompt and suffix must come out as they went in, and the model was trained on blocks
+    whose unmasked tokens are the true ones: it cannot revise a token (the carry-over of masked diffusion).
+
+    Every draw is a function of (seed, position, step, begin) and nothing else. A generator would have a state, and
+    then a row's tokens would depend on the rows beside it and on the order in which an engine draws. Without a state,
+    all engines draw the same tokens, and tests compare them token for token.
+
+    Tensors keep their shapes and are written in place, and no method but `steps` waits for the device: so an engine
+    can record one step as a CUDA graph and replay it.
     """
 
-    def __init__(self, b, l, sampler, device, timed):
-        """b rows of l tokens; timed: whether the model is conditioned on t."""
-        self.sampler, self.p, self.timed = sampler, min(sampler.tokens_per_step, l), timed
+    def __init__(self, b, l, sampler, device, time_conditioning):
+        """A block of l tokens for each of b rows. time_conditioning: whether the model takes t."""
+        self.sampler, self.time_conditioning = sampler, time_conditioning
+        self.tokens_per_step = p = min(sampler.tokens_per_step, l)
         self.xt = torch.full((b, l), sampler.mask_id, device=device)           # known tokens, or the mask
         self.t = torch.ones(b, dtype=torch.float64, device=device)
-        # A permutation of the l positions, and padding, so that the next p can always be read. The padding repeats
-        # the first position, which is known by then, and known positions are skipped.
-        self.order = torch.arange(l + -l % self.p + self.p, device=device).repeat(b, 1) % l
-        self.at = self.order[:, :self.p].clone()        # (b, p) what the next step reveals
-        # step (b,): entries of `order` that are used up. begin (b,): tokens before the block. A draw is a function of
-        # seed, position, step and begin.
-        self.step, self.begin = torch.zeros(2, b, dtype=torch.long, device=device)
-        self.key = torch.tensor(sampler.seeds, device=device), self.step, self.begin
+
+        # `permutation` (b, n) lists the l positions in the order in which they are revealed. Steps read p entries at
+        # a time, and `unmask` looks up the entries of the step that follows, even after the last step. Hence n is l
+        # rounded up to a multiple of p, and p more. The entries past l repeat the first one. It has been revealed
+        # when they are read, so they reveal nothing.
+        self.permutation = torch.arange(l + -l % p + p, device=device).repeat(b, 1) % l
+        self.next_positions = self.permutation[:, :p].clone()                  # (b, p), where the next step reveals
+
+        # offset: entries of `permutation` that earlier steps used, (b,). It grows by p in every step, whatever the
+        # order, so it also numbers the steps for the draws.
+        # begin: tokens of the row before this block, (b,). It is part of the key because positions count from the
+        # start of the block: without it, every block would get the same random numbers.
+        self.offset, self.begin = torch.zeros(2, b, dtype=torch.long, device=device)
+        self.key = torch.tensor(sampler.seeds, device=device), self.offset, self.begin
 
     def start(self, xt, begin):
-        """Takes on xt (b, l), known tokens or the mask, which `begin` (b,) tokens precede."""
-        l, masked = xt.size(1), xt == self.sampler.mask_id
+        """Takes the next block: xt (b, l) holds known tokens or the mask; begin (b,) tokens come before it."""
+        l, is_masked = xt.size(1), xt == self.sampler.mask_id
         self.xt.copy_(xt)
         self.begin.copy_(begin)
-        self.step.zero_()
-        self.t.copy_(masked.double().mean(1))
+        self.offset.zero_()
+        self.t.copy_(is_masked.double().mean(1))
         if self.sampler.order in ("random", "first_hitting"):
-            ranks = ops.uniform(l, ORDER, *self.key)                           # (b, l)
-            self.order[:, :l] = ranks.masked_fill(~masked, 2).argsort(1)       # ranks are below 1: known tokens last
-            self.order[:, l:] = self.order[:, :1]
-            self.at.copy_(self.order[:, :self.p])
+            rank = ops.uniform(l, PERMUTATION_STREAM, *self.key)               # (b, l), in (0, 1)
+            # Known positions get rank 2 and come last, so each step meets masked positions until the row has none.
+            self.permutation[:, :l] = rank.masked_fill(~is_masked, 2).argsort(1)
+            self.permutation[:, l:] = self.permutation[:, :1]
+            self.next_positions.copy_(self.permutation[:, :self.tokens_per_step])
 
-    def steps(self, counts):
-        """Yields before every step that the block needs. counts: masked tokens of each row at the start. Only
-        order=threshold has to ask the device, before each step, whether a mask is left."""
+    def steps(self, n_masked):
+        """
+        Yields once for each step that the block needs. n_masked: masked tokens of each row at the start, as ints on
+        the host. They say how many steps there will be, without waiting for the device. Only order=threshold reveals
+        a number of tokens that depends on the logits, so it asks the device before each step if a mask is left.
+
+        A row that has no masks left takes part in the remaining steps of the batch and does not change.
+        """
         if self.sampler.order == "threshold":
             while (self.xt == self.sampler.mask_id).any():
                 yield
         else:
-            yield from range(-(-max(counts) // self.p))
+            yield from range(math.ceil(max(n_masked) / self.tokens_per_step))
 
     def rewind(self):
-        """Back to the first step of the order."""
-        self.step.zero_()
-        self.at.copy_(self.order[:, :self.p])
+        """Goes back to the first step, but leaves xt as it is. For recording or timing a step many times."""
+        self.offset.zero_()
+        self.next_positions.copy_(self.permutation[:, :self.tokens_per_step])
 
     def noise_level(self):
-        """t (b,) fp64 of the step that begins: the masked fraction of each row, which is what t means on average;
-        first_hitting draws it. None if the model takes no t."""
-        if not self.timed:
+        """t (b,) fp64 for this step, or None if the model takes no t."""
+        if not self.time_conditioning:
             return None
-        masked = self.xt == self.sampler.mask_id
-        if self.sampler.order == "first_hitting":       # the largest of m uniforms on (0, t) is t u^(1/m)
-            u = ops.uniform(1, TIME, *self.key)[:, 0]
-            self.t *= u ** (1 / masked.sum(1).clamp(min=1))
+        is_masked = self.xt == self.sampler.mask_id
+        if self.sampler.order == "first_hitting":
+            # Each of the m masked tokens would be unmasked at a uniform time on (0, t), as t falls from 1 to 0. The
+            # first one is unmasked at the largest of these m times, which is distributed as t u^(1/m).
+            u = ops.uniform(1, TIME_STREAM, *self.key)[:, 0]                   # (b,)
+            self.t *= u ** (1 / is_masked.sum(1).clamp(min=1))
         else:
-            self.t.copy_(masked.double().mean(1))
+            # In training a token is masked with probability t, so the masked fraction is an estimate of t.
+            self.t.copy_(is_masked.double().mean(1))
         return self.t.clone()
 
     def positions(self):
-        """(b, p) the positions that this step reveals, if they are known before the forward pass: only these need
-        logits. None if all positions compete."""
-        return self.at if self.sampler.order in ("random", "first_hitting") else None
+        """The positions (b, p) that this step reveals, where the order fixes them before the forward pass: the head
+        then runs on these alone. None where the logits of all positions decide."""
+        return self.next_positions if self.sampler.order in ("random", "first_hitting") else None
 
     def reveal(self, logits_of):
-        """Makes some tokens known. logits_of(at (b, m)) -> logits (b, m, v - 1), without the mask's, of these
-        positions of the block."""
-        sampler, at = self.sampler, self.positions()
-        if at is not None:
-            drawn = sampler.pick(logits_of(at), at, *self.key)
-            unmask(self.xt, at, drawn, sampler.mask_id, self.order, self.step)
+        """Makes some tokens of xt known. logits_of(positions (b, m)) -> logits (b, m, v - 1) at these positions of the
+        block. The mask has no logit, so it is never drawn."""
+        sampler, positions = self.sampler, self.positions()
+        if positions is not None:
+            drawn = sampler.pick(logits_of(positions), positions, *self.key)   # (b, p)
+            unmask(self.xt, positions, drawn, sampler.mask_id, self.permutation, self.offset)
         else:
-            masked = self.xt == sampler.mask_id
-            drawn, chosen = self.surest(logits_of, masked)
-            torch.where(chosen & masked, drawn, self.xt, out=self.xt)
-            self.step += self.p                         # by p however many were revealed: no two steps draw alike
+            is_masked = self.xt == sampler.mask_id
+            drawn, is_chosen = self.draw_and_choose(logits_of, is_masked)      # (b, l) each
+            torch.where(is_chosen & is_masked, drawn, self.xt, out=self.xt)
+            # threshold may reveal more or fewer than p. The offset only has to differ between steps.
+            self.offset += self.tokens_per_step
 
-    def surest(self, logits_of, masked):
-        """Draws a token for every position. Returns drawn and chosen, both (b, l): chosen marks the positions to
-        reveal. Logits are made for a few positions at a time, since a window may have 65,536."""
-        sampler, drawn, sure = self.sampler, [], []
-        positions = torch.arange(masked.size(1), device=masked.device).expand_as(masked)
-        for at in positions.split(max(1, LOGITS // (sampler.mask_id + 1)), 1):
-            logits = logits_of(at)                                             # (b, m, v - 1)
-            drawn.append(sampler.pick(logits, at, *self.key))
-            p = logits.softmax(-1, dtype=ops.at_least_fp32(logits.dtype))
-            sure.append(p.gather(2, drawn[-1][..., None])[..., 0])
-        drawn, sure = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in (drawn, sure))
-        sure = torch.where(masked, sure, -1)            # known positions never win
+    def draw_and_choose(self, logits_of, is_masked):
+        """Draws a token for every position, and chooses which to reveal by the probability of the drawn token. Returns
+        drawn and is_chosen, both (b, l)."""
+        sampler, drawn, confidence = self.sampler, [], []
+        all_positions = torch.arange(is_masked.size(1), device=is_masked.device).expand_as(is_masked)   # (b, l)
+        # A full-sequence window may have 65,536 positions: all its logits at once would not fit in memory.
+        for positions in all_positions.split(max(1, LOGITS // (sampler.mask_id + 1)), 1):
+            logits = logits_of(positions)                                      # (b, m, v - 1)
+            tokens = sampler.pick(logits, positions, *self.key)                # (b, m)
+            probability = logits.softmax(-1, dtype=ops.at_least_fp32(logits.dtype))
+            drawn.append(tokens)
+            confidence.append(probability.gather(2, tokens[..., None])[..., 0])        # (b, m)
+        drawn, confidence = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in (drawn, confidence))     # (b, l)
+        confidence = confidence.where(is_masked, -1)    # below every probability: masked positions come first
         if sampler.order == "threshold":
-            return drawn, (sure >= sampler.threshold) | (positions == sure.argmax(1, keepdim=True))
-        return drawn, torch.zeros_like(masked).scatter_(1, sure.topk(self.p, 1).indices, True)
+            # The most probable position is always revealed, or a step might reveal nothing and never end.
+            is_best = all_positions == confidence.argmax(1, keepdim=True)
+            return drawn, (confidence >= sampler.threshold) | is_best
+        best = confidence.topk(self.tokens_per_step, 1).indices                # (b, p)
+        return drawn, torch.zeros_like(is_masked).scatter_(1, best, True)
 
 
 @ops.replaceable
-def unmask(xt, at, drawn, mask_id, order, step):
+def unmask(xt, positions, drawn, mask_id, permutation, offset):
     """
-    Writes drawn (b, p) at the positions at (b, p) of xt (b, l) that hold mask_id, and moves on: step (b,) grows by
-    p, and `at` becomes the next positions of order (b, n). In place. A position that stands twice in `at` must be
-    known already.
+    Writes drawn (b, p) at `positions` (b, p) of the block xt (b, l), where xt holds mask_id. Then prepares the next
+    step: offset (b,) grows by p, and `positions` becomes the p entries of permutation (b, n) at the new offset. All
+    in place. A position may occur twice in a row of `positions` only if xt is known there.
     """
-    held = xt.gather(1, at)
-    xt.scatter_(1, at, torch.where(held == mask_id, drawn, held))
-    step += at.size(1)
-    at.copy_(order.gather(1, step[:, None] + torch.arange(at.size(1), device=at.device)))
+    p, current = positions.size(1), xt.gather(1, positions)                    # (b, p)
+    xt.scatter_(1, positions, torch.where(current == mask_id, drawn, current))
+    offset += p
+    entries = offset[:, None] + torch.arange(p, device=positions.device)       # (b, p)
+    positions.copy_(permutation.gather(1, entries))

@@ -1,8 +1,8 @@
 """
-What all file formats share: a file is written whole or not at all, and what is read has the form that is expected, or
-ends in a sentence. `write_file` and `read_record` are the two to use.
+Safe reading and writing, for all file formats of this repository. `write_file` writes a file whole or not at all.
+`read_record` reads plain data and checks that it has the expected form; if not, it raises an error of one sentence.
 
-    python -m pytest tests/robust                     what is claimed here, shown
+    python -m pytest tests/robust                     tests with damaged files and full disks
 """
 import contextlib
 import errno
@@ -17,24 +17,25 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def check_file(name, path, kind=rb"\{", inputs=()):
     """
-    Makes the folder of a file that a setting names and that will be written much later. Raises ConfigError now if it
-    cannot be written, is one of the files `inputs`, or is there and does not begin with the pattern `kind`, by default
-    that of a JSON object: it would replace something else. An empty path is no file. What is there stays as it is.
+    Checks the path of an output file at the start of a run that will write it at the end, and makes its folder. name:
+    the setting that holds the path; an empty path is allowed and means no file. Raises ConfigError if the file cannot
+    be written, if it is one of the files `inputs`, or if it exists and does not begin with the pattern `kind` (by
+    default that of a JSON object), because then it is some other file that would be lost. Changes no existing file.
     """
     if not path:
         return
     folder, why = os.path.dirname(path) or ".", ""
     with contextlib.suppress(OSError):
         os.makedirs(folder, exist_ok=True)
-    there = os.path.exists(path)
-    if not (os.path.isdir(folder) and os.access(folder, os.W_OK)) or there and not os.path.isfile(path):
+    exists = os.path.exists(path)
+    if not (os.path.isdir(folder) and os.access(folder, os.W_OK)) or exists and not os.path.isfile(path):
         why = "cannot be written"
-    elif there:
+    elif exists:
         with open(path, "rb") as f:
-            begins = f.read(4096)
+            beginning = f.read(4096)
         if any(os.path.exists(other) and os.path.samefile(path, other) for other in inputs):
             why = "is read as well"
-        elif begins and not re.match(kind, begins, re.DOTALL):
+        elif beginning and not re.match(kind, beginning, re.DOTALL):
             why = "holds something else, which would be lost"
     if why:
         raise ConfigError(f"{name} is {path}, which {why}; name another file")
@@ -42,11 +43,12 @@ def check_file(name, path, kind=rb"\{", inputs=()):
 
 @contextlib.contextmanager
 def writing(path, advice, errors=OSError):
-    """Around what writes a file or a folder: `errors` become a UserError that says what helps."""
+    """A context for code that writes the file or folder `path`. It turns `errors` into a UserError that gives the
+    reason and ends in `advice`."""
     try:
         yield
     except errors as error:
-        if isinstance(error, BrokenPipeError):          # the terminal's, not the file's
+        if isinstance(error, BrokenPipeError):          # from printing to a closed pipe, not from the file
             raise
         if getattr(error, "errno", None) in NO_ROOM:
             advice = f"make room and try again, or {advice}"
@@ -56,14 +58,16 @@ def writing(path, advice, errors=OSError):
 
 def write_file(path, content, advice="copy the results from the screen"):
     """
-    Writes a file whole or not at all: a crash or a full disk leaves an older one as it was. content: text, or a
-    function that writes to an open binary file. An empty path is no file. Raises UserError, which ends in `advice`.
+    Writes a file whole or not at all: it writes to a temporary file and renames it, so after a crash or on a full disk
+    an older file is unchanged. content: text, or a function that writes to an open binary file. An empty path writes
+    nothing. Raises UserError, which ends in `advice`.
     """
     if not path:
         return
-    # A name that nobody can guess, and "x", which takes no file that is there: no planted link is followed.
+    # The random name and mode "x", which fails if the file exists, make sure that no link that somebody else put there
+    # is followed.
     temporary = f"{path}.{secrets.token_hex(4)}.tmp"
-    with writing(path, advice, (OSError, RuntimeError)):  # torch reports a short write as a RuntimeError
+    with writing(path, advice, (OSError, RuntimeError)):  # torch.save raises a RuntimeError on a full disk
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             with open(temporary, "xb") as f:
@@ -76,40 +80,49 @@ def write_file(path, content, advice="copy the results from the screen"):
                 os.remove(temporary)
 
 
-def misfit(value, form, at="record"):
+def misfit(value, form, where="record"):
     """
-    Where plain data differs from a form, in a few words, or "". A form is a type; a range of whole numbers; a pattern
-    of text; a function that says whether a value is right; a tuple of forms, one of which must fit; a list of one form,
-    for every item; or a dict of forms by key: one with "?" may be missing, and "*" stands for all other keys.
+    Compares plain data with a form. Returns "" if it fits, else a few words about the first difference, such as
+    "record.step is -1". where: the name of the value in these words. A form is one of
+
+      a type                the value is an instance of it
+      a range               an int within it
+      re.Pattern            text that it matches as a whole
+      a function            returns whether the value is right
+      (form, form, ...)     at least one of the forms fits
+      [form]                a list, each item of which fits the form
+      {key: form, ...}      a dict. "?key" may be missing. "*" is the form of all keys that are not named; without it,
+                            they may have any value.
     """
     if isinstance(form, tuple):
-        found = [misfit(value, one, at) for one in form]
+        found = [misfit(value, one, where) for one in form]
         return "" if "" in found else found[0]
     parts = []
     if isinstance(form, (dict, list, type)):
         right = isinstance(value, form if isinstance(form, type) else type(form))
     elif isinstance(form, range):
-        right = type(value) is int and value in form
+        right = type(value) is int and value in form    # not a bool, which is an int to isinstance
     else:
         right = isinstance(value, str) and form.fullmatch(value) if isinstance(form, re.Pattern) else form(value)
     if not right:
-        return f"{at} is {value!r:.40}"
+        return f"{where} is {value!r:.40}"
     if isinstance(form, list):
-        parts = [(part, form[0], f"{at}[{i}]") for i, part in enumerate(value)]
+        parts = [(part, form[0], f"{where}[{i}]") for i, part in enumerate(value)]
     elif isinstance(form, dict):
         known = {key.removeprefix("?"): part for key, part in form.items()}
         if missing := [key for key in form if not key.startswith(("?", "*")) and key not in value]:
-            return f"{at} has no {missing[0]}"
-        parts = [(part, known.get(key, form.get("*", object)), f"{at}.{key}") for key, part in value.items()]
+            return f"{where} has no {missing[0]}"
+        parts = [(part, known.get(key, form.get("*", object)), f"{where}.{key}") for key, part in value.items()]
     return next(filter(None, (misfit(*part) for part in parts)), "")
 
 
 def read_record(path, load, form, what, advice):
-    """load(path), a record that has the form (see `misfit`). Raises UserError if it is not `what`, with advice."""
+    """Returns load(path) if it has the form, see `misfit`. If not, or if load fails, raises UserError, which says that
+    the file is not `what`, why, and `advice`."""
     try:
         record = load(path)
         why = misfit(record, form)
-    except Exception as error:                          # damaged bytes fail in every way that there is
+    except Exception as error:                          # damaged bytes can raise any type of error
         why = f"{type(error).__name__} {getattr(error, 'strerror', None) or error}".partition("\n")[0]
     if why:
         raise UserError(f"{path} is not {what}: truncated, damaged or of another format ({why}); {advice}")

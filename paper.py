@@ -1,24 +1,25 @@
 """
-What the paper printed: parameters, results and throughput of its four models; and its rule for learning rates.
-Numbers alone: nothing of ours is imported here. The labels are those of the paper's LaTeX source.
+The numbers in the paper: parameters, results and throughput of its four models, and its rule for learning rates.
+Labels such as tab:arch-87m are those of the paper's LaTeX source.
 
-    python model.py                 parameter counts beside PARAMS
-    python bench.py train           throughput beside TRAIN; `sample` beside SAMPLE
+    python model.py                 compares parameter counts with PARAMS
+    python bench.py train           compares throughput with TRAIN; `sample` with SAMPLE
 """
 
-MODELS = {                              # config prefix: name and colour in every figure
+MODELS = {                              # prefix of the config file: (name, colour) in every figure
     "attention": ("full-sequence attention", "#7f7f7f"),
     "diffumamba_h": ("full-sequence DiffuMamba-H", "#e08214"),
     "bdlm_attention": ("BDLM attention", "#2c7fb8"),
     "mamba_h": ("BDLM Mamba-H", "#b2182b")}
 
-PARAMS = {                              # millions: tab:arch-87m and tab:arch-350m
+PARAMS = {                              # parameters in millions: tab:arch-87m and tab:arch-350m
     "attention_87m": 89.17, "bdlm_attention_87m": 89.17, "diffumamba_h_87m": 96.98,
     "mamba_h_87m": 96.98, "attention_350m": 353.03, "bdlm_attention_350m": 353.03,
     "diffumamba_h_350m": 399.53, "mamba_h_350m": 350.97}
 
-# tab:validation-87m-best, accuracies from -87m-full, and tab:validation-350m: learning rate, then
-# perplexity, bits per byte and masked-token accuracy on C4 and on Paloma's C4, and MCQA.
+# {config file: (learning rate, then perplexity, bits per byte and masked-token accuracy in % on C4, the same three on
+# Paloma's C4, then mean accuracy in % on multiple-choice questions)}. From tab:validation-87m-best (masked-token
+# accuracy: tab:validation-87m-full) and tab:validation-350m.
 RESULTS = {
     "attention_87m": (8e-3, 87.64, 1.41, 12.04, 83.25, 1.39, 12.43, 35.03),
     "diffumamba_h_87m": (4e-3, 83.73, 1.39, 12.08, 80.42, 1.38, 12.50, 37.32),
@@ -28,11 +29,11 @@ RESULTS = {
     "mamba_h_350m": (2.65e-3, 38.24, 1.15, None, 36.81, 1.13, None, 43.29),
 }
 
-# tab:training-throughput-8k: tokens/s of 350M parameters on eight A100s.
+# tab:training-throughput-8k: tokens/s of the 350M models on eight A100s together, in the order of MODELS.
 TRAIN = dict(zip(MODELS, [229_957, 223_825, 151_976, 166_849]))
 
-# tab:inference-throughput: tokens/s of 700M parameters on one A100, by the number of tokens generated. LADDER has
-# these numbers, and their names on an axis.
+# tab:inference-throughput: tokens/s of the 700M models on one A100, for each number of generated tokens in LADDER:
+# {number: its label on an axis}. The full-sequence models were measured at fewer, shorter lengths.
 LADDER = {2 ** i: f"{2 ** i // 1000}K" if i > 9 else str(2 ** i) for i in range(8, 18)}
 LADDER |= {200_000: "", 262_144: "262K"}
 SAMPLE = {kind: dict(zip(LADDER, speeds)) for kind, speeds in zip(MODELS, [
@@ -44,7 +45,8 @@ SAMPLE = {kind: dict(zip(LADDER, speeds)) for kind, speeds in zip(MODELS, [
 
 def transfer_lr(small_lr, width, depth, batch, tokens):
     """
-    Complete(d)P-style transfer, eq. completedp-transfer: each argument but the first is the ratio
-    large / small. Exponents -1, -1/2, +1/2, -1/2 reproduce the paper's 1.23e-3 and 2.65e-3.
+    The learning rate of a large model from that of a small one: Complete(d)P-style transfer, eq. completedp-transfer.
+    width, depth, batch and tokens are ratios large / small. The exponents are those that reproduce the paper's 1.23e-3
+    and 2.65e-3.
     """
     return small_lr * width ** -1 * depth ** -0.5 * batch ** 0.5 * tokens ** -0.5

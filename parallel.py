@@ -1,11 +1,11 @@
 """
-One process or many, and the device under each: the process group, which rows of the batch a process runs,
-AdamW sharded over processes, which implementation of the operations runs, and compiled layers.
+Devices and processes: chooses the device and the implementation of the operations, compiles layers, starts
+the process group, divides the batch over processes, and shards AdamW over them.
 
     python train.py                                                     # one process
     torchrun --nproc_per_node=8 train.py config/mamba_h_87m.py          # one process for each GPU
 
-One process is the case of world = 1: the same code, and nothing is communicated.
+One process runs the same code with world = 1, and communicates nothing.
 """
 import contextlib
 import datetime
@@ -25,7 +25,7 @@ from configurator import ConfigError, check
 ROOT = pathlib.Path(__file__).resolve().parent
 KERNELS = ("auto", "torch", "mamba_ssm")
 
-# torch 2.13 renamed these two; 2.11 has only the old names.
+# The names in torch 2.13, or else those in torch 2.11.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -34,45 +34,49 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 # The device, and what runs on it
 
 def pick_device(name):
-    """"auto" -> cuda or cpu. Not mps, which lacks the fp64 that sampling wants; it must be asked for.
-    Raises ConfigError for a device that this machine lacks."""
+    """The name of the device to use. "auto" is cuda if there is one, else cpu; it is never mps, which has no fp64, and
+    sampling draws in fp64. Raises ConfigError for a device that this machine lacks."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    here = dict(cpu=True, cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
-    if not here.get(name.partition(":")[0], False):
+    available = dict(cpu=True, cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
+    if not available.get(name.partition(":")[0], False):
         raise ConfigError(f"this machine has no device '{name}'; use --device=auto")
     return name
 
 
 def ampere(device):
-    """Whether a device is a GPU of compute capability 8.0 (Ampere) or more: bf16 and the kernels of fast/ need it."""
+    """Whether a device is a GPU of compute capability 8.0 (Ampere) or above. bf16 and fast/ need that."""
     return torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def pick_dtype(setting, device):
-    """"auto" -> torch.bfloat16 where the GPU has it, torch.float32 elsewhere; otherwise the dtype of that name."""
+    """The torch dtype of a setting. "auto" is bfloat16 on a GPU that has it, else float32."""
     return getattr(torch, setting) if setting != "auto" else torch.bfloat16 if ampere(device) else torch.float32
 
 
 def has_fast():
-    """Whether the folder fast/ is here. Looks for its file: an ImportError could also be a mistake inside fast/."""
+    """Whether the folder fast/ exists. This looks for the file, since `import fast` may also fail for other reasons."""
     return (ROOT / "fast" / "__init__.py").is_file()
 
 
 def select_kernels(setting, device, training=True):
     """
-    Decides which implementation of the operations runs on a device, and returns a line that says which. setting:
-    "auto" takes the fastest ones, those of fast/ on a GPU; "torch" takes the plain ones; "mamba_ssm" takes those of
-    the packages mamba-ssm and causal-conv1d, and plain ones for the rest. training: whether the caller trains or
-    evaluates; generation alone starts sooner without. Raises ConfigError for another setting, and
-    for mamba_ssm where it cannot run.
+    Selects which implementation of the operations in ops.py runs on a device, by filling the table ops.FAST. Returns
+    a line that says which. setting:
+
+      auto        the kernels of fast/ on a GPU, else the plain operations
+      torch       the plain operations
+      mamba_ssm   those of the packages mamba-ssm and causal-conv1d, and plain ones for the rest
+
+    training: False if the caller only generates. Then the kernels that only training and evaluation use are not loaded.
+    Raises ConfigError for another setting, or if mamba_ssm cannot run.
     """
     check(dict(kernels=setting), choices=dict(kernels=KERNELS))
     ops.FAST.clear()
     if setting == "mamba_ssm":
         if not (ampere(device) and has_fast()):
             raise ConfigError(f"kernels=mamba_ssm needs a GPU of compute capability 8.0 or more, and the folder fast/; "
-                              f"this is {device}. Use --kernels=auto")
+                              f"this is {device}; use --kernels=auto")
         from fast import mamba_ssm
         try:
             return mamba_ssm.select()
@@ -94,12 +98,13 @@ def select_kernels(setting, device, training=True):
 
 
 def compile_layers(model):
-    """torch.compile of what a training step runs: every layer's two_stream, and model.final. Does nothing without
-    Triton, in which torch.compile writes its kernels. The backward makes pointwise results (GELU, norms)
-    again: a third less memory for at most 2 % of the time."""
+    """Compiles the parts of a training step with torch.compile: the two_stream of each layer, and model.final. Does
+    nothing if Triton is missing, because torch.compile generates Triton kernels."""
     if importlib.util.find_spec("triton") is None:
         return
-    torch._dynamo.config.recompile_limit = 64           # kinds of layers, batch sizes, with and without autograd
+    # One compilation for each kind of layer, batch size, and with or without autograd; the default limit is 8.
+    torch._dynamo.config.recompile_limit = 64
+    # The backward pass recomputes pointwise results (GELU, norms), which saves much memory and costs little time.
     from torch._functorch import config as partitioner
     partitioner.ban_recompute_materialized_backward = False
     partitioner.ban_recompute_used_far_apart = False
@@ -109,8 +114,8 @@ def compile_layers(model):
 
 
 def matmul_ceiling(dev, n=8192):
-    """Measured FLOP/s of a product of two n x n bf16 matrices of random numbers on this GPU: what a
-    model FLOPs utilisation (MFU) is a fraction of."""
+    """Measured FLOP/s of a product of two n x n bf16 matrices of random numbers on this GPU. A model FLOPs utilisation
+    (MFU) is a fraction of this number."""
     a, b = torch.randn(2, n, n, device=dev).bfloat16()
     times = []
     for _ in range(8):
@@ -121,11 +126,11 @@ def matmul_ceiling(dev, n=8192):
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 5e3)
-    return 2 * n ** 3 / sorted(times[3:])[2]
+    return 2 * n ** 3 / sorted(times[3:])[2]            # the median of five, after three to warm up
 
 
 def hardware(dev):
-    """What a figure needs beside it: device, driver, clocks, versions, the revision of this code."""
+    """What a measurement was made with: a dict of device, driver, clocks, versions and revision of this code."""
     cpu = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     record = dict(name=cpu, torch=torch.__version__, python=platform.python_version(), device=dev)
     git = ["git", f"--git-dir={ROOT / '.git'}", f"--work-tree={ROOT}", "describe", "--always", "--dirty"]
@@ -145,7 +150,7 @@ def hardware(dev):
 
 
 def described(record):
-    """hardware() in one line, the name first."""
+    """A record of `hardware` in one line, the name first."""
     rest = [f"{key} {value}" for key, value in record.items() if key != "name"]
     return ", ".join([str(record.get("name", "unknown device")), *rest])
 
@@ -154,8 +159,9 @@ def described(record):
 # Processes
 
 class Parallel:
-    """Rank, world size and device of this process; starts and ends the process group. timeout: seconds until a
-    collective without an answer ends the job. Raises ConfigError for a device that this machine lacks."""
+    """The process group, and the rank, world size and device of this process. Reads the environment variables that
+    torchrun sets. timeout: seconds after which a collective that another rank has not joined raises an error. Raises
+    ConfigError for a device that this machine lacks."""
 
     def __init__(self, device, timeout):
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -168,36 +174,36 @@ class Parallel:
             dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
 
     def sum(self, values):
-        """Sums a list of numbers over ranks, in fp64."""
+        """The sums of a list of numbers over all ranks, in fp64. A collective: every rank must call it."""
         x = torch.tensor(values, dtype=torch.float64, device=self.device if self.world > 1 else "cpu")
         if self.world > 1:
             dist.all_reduce(x)
         return x.tolist()
 
     def close(self):
-        """Ends the group when every rank is done with it: one that leaves early breaks the others."""
+        """Waits for all ranks, then ends the process group. If one rank ended early, collectives of the others would
+        fail."""
         if self.world > 1:
             dist.barrier()
             dist.destroy_process_group()
 
 
 def lost_rank(error):
-    """Whether an error of a collective says that another process is gone or silent."""
+    """Whether an error is that of a collective because another process has ended or does not answer."""
     words = ("peer", "timed out", "timeout", "connection", "socket", "nccl")
     return dist.is_initialized() and any(word in str(error).lower() for word in words)
 
 
 def share_of_batch(batch_size, micro_batch_size, rank, world):
-    """The rows of the global batch that this rank runs, as micro-batches: a list of ranges. Raises ConfigError if the
-    batch does not divide over ranks, or a rank's share into micro-batches."""
+    """The rows of the global batch that this rank runs: a list with one range of rows for each micro-batch. Raises
+    ConfigError if batch_size is not a multiple of world, or a rank's rows are not a multiple of micro_batch_size."""
     if batch_size % world:
-        raise ConfigError(f"batch_size {batch_size} does not divide over {world} processes; "
-                          f"choose a multiple of {world}")
+        raise ConfigError(f"batch_size must be a multiple of the {world} processes, but is {batch_size}")
     share = batch_size // world
     micro = min(micro_batch_size or share, share)
     if share % micro:
-        raise ConfigError(f"each process has {share} sequences per step, which micro_batch_size "
-                          f"{micro} does not divide")
+        raise ConfigError(f"micro_batch_size must divide the {share} sequences that each process has per step, "
+                          f"but is {micro}")
     return [range(i, i + micro) for i in range(rank * share, (rank + 1) * share, micro)]
 
 
@@ -205,10 +211,16 @@ class ShardedAdamW:
     """
     AdamW with fp32 master weights, moments and update sharded over ranks (ZeRO stage 2).
 
-    Parameters live in two flat buffers (with and without weight decay), and so do their gradients; a step is one
-    reduce-scatter of gradients, torch's own AdamW on this rank's slice, and one all-gather of parameters. On one
-    process the slice is everything and nothing is communicated. The state is a dict by parameter name, so a
-    checkpoint resumes on any number of ranks. `python -m tools.sharding` sets this beside torch's own.
+    There are two groups of parameters, with and without weight decay. The parameters of a group are views of one flat
+    buffer, and their gradients are views of another. Each rank owns an equal slice of each buffer, its shard. A step is
+
+      1. reduce-scatter    each rank gets the sum over ranks of the gradients of its shard
+      2. AdamW             torch's own, on the shard alone, so a rank stores moments of its shard only
+      3. all-gather        every rank gets all updated parameters
+
+    With one process the shard is the whole buffer, and nothing is communicated. state_dict is a dict by parameter
+    name, so a checkpoint resumes on any number of ranks. `python -m tools.sharding` compares this with torch's own
+    ZeroRedundancyOptimizer and FSDP.
     """
 
     def __init__(self, model, lr, betas, weight_decay, rank=0, world=1):
@@ -216,30 +228,30 @@ class ShardedAdamW:
         names = {p: name for name, p in model.named_parameters()}
         for group in model.param_groups(weight_decay):
             sizes = [p.numel() for p in group["params"]]
-            padded = -(-sum(sizes) // world) * world    # every rank has an equal slice
+            padded = -(-sum(sizes) // world) * world    # a multiple of world, so that shards have equal sizes
             first = group["params"][0]
             flat, grad = first.new_zeros(padded), first.new_zeros(padded)
-            places, at = {}, 0
+            places, start = {}, 0                       # places: {name: (offset in the buffer, shape)}
             for p, size in zip(group["params"], sizes):
-                flat[at:at + size] = p.detach().flatten()
+                flat[start:start + size] = p.detach().flatten()
                 # From here on both are views of the buffers: never set p.grad to None, nor p.data to another tensor.
-                p.data, p.grad = flat[at:at + size].view_as(p), grad[at:at + size].view_as(p)
-                places[names[p]] = (at, p.shape)
-                at += size
-            part = slice(rank * padded // world, (rank + 1) * padded // world)
-            shard = flat[part].clone() if world > 1 else flat
-            self.flats.append(dict(flat=flat, grad=grad, shard=shard, places=places, part=part,
+                p.data, p.grad = flat[start:start + size].view_as(p), grad[start:start + size].view_as(p)
+                places[names[p]] = (start, p.shape)
+                start += size
+            own = slice(rank * padded // world, (rank + 1) * padded // world)
+            shard = flat[own].clone() if world > 1 else flat
+            self.flats.append(dict(flat=flat, grad=grad, shard=shard, places=places, own=own,
                                    weight_decay=group["weight_decay"]))
             if world > 1:
-                dist.broadcast(flat, 0)                 # all ranks start from the first one's weights
-                shard.copy_(flat[part])
+                dist.broadcast(flat, 0)                 # all ranks start from the weights of rank 0
+                shard.copy_(flat[own])
         self.adamw = torch.optim.AdamW(
             [dict(params=[f["shard"]], weight_decay=f["weight_decay"]) for f in self.flats],
             lr=lr, betas=betas, eps=1e-8, fused=True)
 
     def reduce(self):
-        """Sums gradients over ranks, each rank keeping its slice: the loss was divided by the whole batch already.
-        Returns the global norm, a tensor; slices do not overlap, so their squares add up."""
+        """Gives each rank the sum over ranks of the gradients of its shard: not the mean, because the loss was divided
+        by the size of the global batch. Returns the norm of all gradients, a tensor."""
         square = 0
         for f in self.flats:
             if self.world == 1:
@@ -249,11 +261,11 @@ class ShardedAdamW:
                 reduce_scatter(f["shard"].grad, f["grad"])
             square = square + f["shard"].grad.square().sum()
         if self.world > 1:
-            dist.all_reduce(square)
+            dist.all_reduce(square)                     # shards do not overlap, so their squares add up
         return square.sqrt()
 
     def step(self, lr, scale):
-        """Updates with the reduced gradients times scale (a tensor or a number), then gathers parameters."""
+        """Updates the shard by its gradients times scale (a tensor or a number), then gathers all parameters."""
         for f, group in zip(self.flats, self.adamw.param_groups):
             f["shard"].grad.mul_(scale)
             group["lr"] = lr
@@ -263,7 +275,8 @@ class ShardedAdamW:
                 all_gather(f["flat"], f["shard"])
 
     def clip_and_step(self, lr, max_norm=1.0):
-        """Everything between the gradients and the next parameters; the host never waits for the device."""
+        """One optimizer step with gradients clipped to max_norm. The norm stays a tensor, so the host does not wait
+        for the device."""
         norm = self.reduce()
         self.step(lr, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
@@ -272,7 +285,8 @@ class ShardedAdamW:
             f["grad"].zero_()
 
     def state_dict(self):
-        """The whole state by parameter name, on the CPU of rank 0 (None elsewhere). Collective."""
+        """The moments of all parameters, by name, on the CPU of rank 0; None on other ranks. A collective: every rank
+        must call it."""
         out = {}
         for f in self.flats:
             state = self.adamw.state.get(f["shard"], {})
@@ -283,21 +297,21 @@ class ShardedAdamW:
                     all_gather(full, shard)
                 if self.rank == 0:
                     full = full.cpu()
-                    for name, (at, shape) in f["places"].items():
-                        part = full[at:at + shape.numel()].view(shape)
-                        out.setdefault(name, {})[key] = part.clone()
+                    for name, (start, shape) in f["places"].items():
+                        moment = full[start:start + shape.numel()].view(shape)
+                        out.setdefault(name, {})[key] = moment.clone()
             out["step"] = int(state.get("step", 0))
         return out if self.rank == 0 else None
 
     def load_state_dict(self, saved):
-        """Call it after model.load_state_dict: copies this rank's slice of the parameters and of the saved moments,
-        which any number of ranks may have written."""
+        """Call it after model.load_state_dict. Copies the new parameters and the saved moments to this rank's shard.
+        They may have been saved by another number of ranks."""
         for f in self.flats:
-            f["shard"].copy_(f["flat"][f["part"]])
+            f["shard"].copy_(f["flat"][f["own"]])
             state = dict(step=torch.tensor(float(saved["step"]), device=f["shard"].device))
             for key in ("exp_avg", "exp_avg_sq"):
                 full = torch.zeros_like(f["flat"])
-                for name, (at, shape) in f["places"].items():
-                    full[at:at + shape.numel()] = saved[name][key].flatten()
-                state[key] = full[f["part"]].clone()
+                for name, (start, shape) in f["places"].items():
+                    full[start:start + shape.numel()] = saved[name][key].flatten()
+                state[key] = full[f["own"]].clone()
             self.adamw.state[f["shard"]] = state

@@ -1,13 +1,14 @@
 """
-Cached block generation: denoise one block, append it to the cache, go on (eq. bdlm-kv-cache and
-eq. partial-reverse). All four models; a full-sequence model is one block as long as the window.
+Generation, one block after another: unmask a block, append it to the cache, go on (eq. bdlm-kv-cache and
+eq. partial-reverse). All four models generate this way; a full-sequence model has one block, as long as its window.
 
     python sample.py                                            # continue from out/ckpt.pt
     python sample.py --prompt "def " --length 1000 --watch      # see each block being unmasked
     python sample.py --prompt_file=book.txt --save_cache=book   # save the prompt's cache
     python sample.py --load_cache=book --prompt " Then"         # continue from it, this text after it
 
-`generate` is the loop to read and to import; what a step reveals is in decoders.py.
+`generate` is the loop to read and to import. What a denoising step reveals is in decoders.py. In shapes, b is the
+batch (one row for each sample), l the tokens of a block, m any number of tokens, d the width of the model.
 """
 from configurator import STARTED, ConfigError, check, configure, script, tqdm  # first: see quiet_interrupt
 import codecs
@@ -38,37 +39,36 @@ init = ""                               # "random": untrained weights of model_c
 model_config = ""                       # a file of config/ or its name, for --init=random
 prompt = ""                             # text to continue; empty: a new document
 prompt_file = ""                        # a UTF-8 file with the prompt
-suffix = ""                             # text that comes after the generated tokens: they fill the gap before it
+suffix = ""                             # text after the generated tokens, which fill the gap between prompt and suffix
 save_cache = ""                         # write the prompt's cache to this file
-load_cache = ""                         # read such a file; the prompt continues its text
+load_cache = ""                         # continue from a cache that save_cache wrote; the prompt comes after its text
 length = 512                            # tokens to generate
-num_samples = 1                         # rows generated side by side
+num_samples = 1                         # samples generated side by side, as the rows of one batch
 order = "random"                        # random, confidence, threshold or first_hitting
 tokens_per_step = 0                     # p, tokens revealed per step; 0: a sixteenth of a block
 threshold = 0.9                         # with order=threshold: reveal tokens of at least this probability
-temperature = 1.0                       # 0: the most likely token
-top_k = 0                               # keep the k most likely tokens; 0: all
-top_p = 1.0                             # keep the most likely tokens up to this mass
-stop_at_eot = False                     # end a row at its first end-of-text
-seed = 1337                             # of the first row; row i has seed + i
+temperature = 1.0                       # 0: the most probable token
+top_k = 0                               # draw from the k most probable tokens; 0: from all
+top_p = 1.0                             # draw from the most probable tokens that together reach this probability
+stop_at_eot = False                     # end a sample at its first end-of-text
+seed = 1337                             # seed of the first sample; sample i has seed + i
 watch = False                           # show the active block while it is unmasked
 device = "auto"                         # auto, cpu, cuda or mps
 dtype = "auto"                          # auto: bfloat16 on CUDA, float32 elsewhere
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
-compile = True                          # torch.compile the fast engines' layers; on CUDA only
+compile = True                          # torch.compile the layers of the fast engines; on CUDA only
 engine = "auto"                         # auto, simple, fused or graphs: all draw the same tokens, up to rounding
 # ---------------------------------------------------------------------------------------------
 
 ENGINES = ("auto", "simple", "fused", "graphs")
-READ_TOGETHER = 4096                    # tokens of prompts that are read together
+READ_TOGETHER = 4096                    # tokens of different short prompts that go through the model together
 
 
 # ---------------------------------------------------------------------------------------------
 # The engine
 
 class Decoder:
-    """The plain engine: unmasks one block after another against a cache of the finished ones. Every forward pass is
-    one call of the model. fast.decoder.FastDecoder has the same methods."""
+    """The plain engine. Each forward pass is one call of the model. fast.decoder.FastDecoder can take its place."""
     engine = "simple"
 
     def __init__(self, model, cache, sampler, block_len):
@@ -76,51 +76,51 @@ class Decoder:
         self.block = ActiveBlock(len(sampler.seeds), block_len, sampler, cache.lengths.device,
                                  model.config.time_conditioning)
 
-    @property
-    def begin(self):
-        """(b,) tokens before the active block."""
-        return self.cache.lengths
-
-    def decode(self, xt, counts, on_step=None):
+    def decode(self, xt, n_masked, on_step=None):
         """
-        Unmasks one block xt (b, l): known tokens, which never change, or the mask; counts: masked tokens of each row.
-        on_step(xt) sees the block after every step. Returns x0 (b, l), a tensor that the next call overwrites.
+        Unmasks one block. xt (b, l): known tokens, which never change, or the mask. n_masked: how many masks each row
+        has, a list of ints. on_step(xt) is called after every step. Returns x0 (b, l); the next call overwrites it.
         """
-        self.block.start(xt, self.begin)
-        for _ in self.block.steps(counts):
+        # The block begins where the cached prefix ends.
+        self.block.start(xt, begin=self.cache.lengths)
+        for _ in self.block.steps(n_masked):
             self.step()
             if on_step:
                 on_step(self.block.xt)
         return self.block.xt
 
     def step(self):
-        """One denoising step: hidden states of the block, logits where they are needed, some tokens revealed."""
-        hidden = self.model.denoise_hidden(self.block.xt, self.cache, self.block.noise_level())     # (b, l, d)
-        self.block.reveal(lambda at: self.model.token_logits(take(hidden, at)))
+        """One denoising step. It reads the cache and does not write to it: the block's tokens are not final yet."""
+        t = self.block.noise_level()                                           # (b,) or None
+        hidden = self.model.denoise_hidden(self.block.xt, self.cache, t)       # (b, l, d)
+        # `reveal` says at which positions it needs logits. Logits are v wide, so they are made only there.
+        self.block.reveal(lambda positions: self.model.token_logits(take(hidden, positions)))
         self.passes += 1
 
     def commit(self, x0):
-        """Appends the finished block x0 (b, l) to the cache: one more pass, over clean tokens."""
+        """Appends the finished block x0 (b, l) to the cache. This takes one more forward pass, over the clean tokens:
+        keys, values and states of the last denoising step are those of a block that still had masks."""
         self.model.commit(x0, self.cache)
         self.passes += 1
-
-    def flush(self):
-        """Called before anyone else reads the cache. Here every block is in it already."""
 
 
 def open_engine(wanted, model, dtype=torch.float32, compile=False):
     """
-    The model to generate with, and new_decoder(model, cache, sampler, block_len) for it. wanted: "simple", the class
-    above; "fused", fast/ with prepared weights; "graphs", the same in CUDA graphs; "auto", graphs where the kernels of
-    fast/ were selected and simple elsewhere. Side effect: "simple" casts the weights of `model` in place; the others
-    work on a copy. Raises ConfigError for an engine that cannot run. All engines draw the same tokens, up to rounding.
+    Prepares a model for generation. Returns the model and a function new_decoder(model, cache, sampler, block_len).
+
+      simple   `Decoder` above, plain PyTorch. Casts the weights of `model` in place; the other engines copy them.
+      fused    fast/, with prepared weights
+      graphs   the same, each step a CUDA graph
+      auto     graphs if select_kernels selected the kernels of fast/, else simple
+
+    All engines draw the same tokens, up to rounding. Raises ConfigError for an engine that cannot run.
     """
     check(dict(engine=wanted), choices=dict(engine=ENGINES))
     on_gpu = model.embed.weight.is_cuda
     if wanted == "simple" or (wanted == "auto" and not (on_gpu and "cached_attention" in ops.FAST)):
         return cast_for_inference(model, dtype), Decoder
     if wanted == "graphs" and not on_gpu:
-        raise ConfigError("engine=graphs records CUDA graphs, and the model is on the CPU; use --engine=auto")
+        raise ConfigError("engine=graphs records CUDA graphs, but the model is on the CPU; use --engine=auto")
     if not has_fast():
         raise ConfigError(f"engine={wanted} needs the folder fast/, which is not here; use --engine=simple")
     from fast.decoder import new_decoder
@@ -130,9 +130,9 @@ def open_engine(wanted, model, dtype=torch.float32, compile=False):
 
 @dataclasses.dataclass
 class Generation:
-    """What `generate` returns: per row the tokens (prompt first), and what it took."""
-    tokens: list                        # of 1-D int64 tensors, on the CPU
-    forward_passes: int                 # denoising steps and commits, prompt excluded
+    """What `generate` returns."""
+    tokens: list                        # for each row a 1-D int64 tensor on the CPU: prompt, then generated tokens
+    forward_passes: int                 # denoising steps and commits; reading the prompts is not counted
     start_seconds: float                # compiling and recording steps, reading the prompts
     seconds: float                      # from the first step to the last token
     cache_bytes: int
@@ -142,14 +142,13 @@ class Generation:
 def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=None, on_block=None, on_step=None,
              prefix=None, on_read=None, suffix=()):
     """
-    Continues every prompt by `length` tokens, or fills a gap of so many between it and the tokens of `suffix`.
+    Continues every prompt by `length` tokens. With a suffix, these tokens fill the gap between prompt and suffix.
 
-    prompts: list of 1-D int64 tensors, possibly of different lengths; sampler: Sampler with one seed per prompt;
-    model and new_decoder as `open_engine` returns them; stop_token: end a row after it. on_block(row, tokens) is
-    called with the new tokens of a row after each block, on_step(xt) after each denoising step, on_read(n) whenever
-    n more tokens of a prompt, or of several together, have been read. prefix: a Prefix that comes before every prompt,
-    which may then be empty; rows begin with its tokens. Raises ModelError when the result would not fit the rotary
-    capacity.
+    model, new_decoder: as `open_engine` returns them. prompts: list of 1-D int64 tensors, which may differ in length.
+    sampler: Sampler with one seed for each prompt. stop_token: a row ends after its first one. prefix: a Prefix that
+    comes before every prompt, which may then be empty; its tokens are part of the returned rows. on_block(row, tokens)
+    is called after each block with the new tokens of a row, on_step(xt) after each denoising step, on_read(n) when n
+    more tokens of the prompts have been read. Raises ModelError for a request that `plan` refuses.
     """
     c, device = model.config, model.embed.weight.device
     if prefix is not None:
@@ -159,119 +158,138 @@ def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=No
     if len(sampler.seeds) != len(prompts):
         raise ConfigError(f"the sampler has {len(sampler.seeds)} seeds; give it {len(prompts)}, one for each prompt")
     called = time.time()
-    # The last block is never committed, so the cache need not hold it.
+    # A commit is there for the blocks that come after. None comes after the last block, so it is never committed, and
+    # the cache needs no room for it.
     cache = model.new_cache(len(prompts), max(starts) + (n_blocks - 1) * l, l)
     decoder = new_decoder(model, cache, sampler, l)
-    rows = read_prompts(model, cache, prompts, starts, prefix, on_read)
-    # A prompt's last, incomplete block starts out as the known part of the first active block.
-    active = torch.full((len(rows), l), c.mask_id, device=device)
+    rows = read_prompts(model, cache, prompts, starts, prefix, on_read)        # the cached tokens of each row
+
+    # The cache holds whole blocks only. What the prompt has after its last whole block is the known part of the first
+    # active block. A suffix is known, too: masked positions see known tokens on both sides.
+    active = torch.full((len(rows), l), c.mask_id, device=device)              # (b, l)
     for i, (prompt, start) in enumerate(zip(prompts, starts)):
+        suffix_end = totals[i] - start
         active[i, :len(prompt) - start] = prompt[start:]
-        # So does a suffix: masked positions see known ones on both sides.
-        active[i, totals[i] - len(suffix) - start:totals[i] - start] = torch.as_tensor(suffix, device=device)
-    masked = (active == c.mask_id).sum(1).tolist()
+        active[i, suffix_end - len(suffix):suffix_end] = torch.as_tensor(suffix, device=device)
+    n_masked = (active == c.mask_id).sum(1).tolist()
     started = now(device)
 
-    for block in range(n_blocks):
-        if block:
+    # While block k is unmasked, the cache holds the first starts[i] + k l tokens of row i, all of them final. (A fast
+    # engine commits block k - 1 together with the first step of block k.) Rows may start at different tokens, and
+    # their blocks are unmasked side by side.
+    for k in range(n_blocks):
+        if k:
             decoder.commit(x0)
-        x0 = decoder.decode(active, masked, on_step)                           # (b, l), no mask left
-        done = x0.cpu()                                 # the one wait for the device in a block
+        x0 = decoder.decode(active, n_masked, on_step)                         # (b, l), no mask left
+        finished = x0.cpu()                             # the one wait for the device in a block
         for i in range(len(rows)):
-            # The first block repeats the end of the prompt: only what comes after `known` is new. A row that has ended
-            # stays cut at its total while the batch runs on for the others.
-            known = max(len(prompts[i]), len(rows[i]))
-            rows[i] = torch.cat([rows[i], done[i]])[:totals[i]]
-            new = rows[i][known:]
+            # The first block begins with the end of the prompt: only tokens from `n_old` on are new. A row that has
+            # ended is cut at its total, while the batch runs on for the others.
+            n_old = max(len(prompts[i]), len(rows[i]))
+            rows[i] = torch.cat([rows[i], finished[i]])[:totals[i]]
+            new = rows[i][n_old:]
             if stop_token is not None and (new == stop_token).any():
-                totals[i] = known + int((new == stop_token).nonzero()[0]) + 1
+                totals[i] = n_old + int((new == stop_token).nonzero()[0]) + 1
                 rows[i] = rows[i][:totals[i]]
             if on_block:
-                on_block(i, rows[i][known:])
+                on_block(i, rows[i][n_old:])
         if all(len(row) == total for row, total in zip(rows, totals)):
             break
         active.fill_(c.mask_id)
-        masked = [l] * len(rows)
+        n_masked = [l] * len(rows)
     return Generation(rows, decoder.passes, started - called, now(device) - started, cache.nbytes)
 
 
 @torch.no_grad()
 def generate_naive(model, prompt, length, sampler):
-    """Generation without a cache: every denoising step runs all blocks through the training path. `generate` must give
-    the same tokens, and the tests check that it does. prompt (b, m) -> (b, m + length)."""
+    """
+    Generation without a cache: every denoising step runs all blocks through the training path. Slow, obvious, and the
+    definition: `generate` must return the same tokens, and the tests check that it does. prompt (b, m) ->
+    (b, m + length).
+    """
     c, tokens, total = model.config, prompt, prompt.size(1) + length
     l = total if c.full_sequence else c.block_len
     while tokens.size(1) < total:
-        start = tokens.size(1) // l * l
-        finished, known = tokens[:, :start], tokens[:, start:]
-        xt = tokens.new_full((len(tokens), l), c.mask_id)
+        begin = tokens.size(1) // l * l
+        finished, known = tokens[:, :begin], tokens[:, begin:]
+        xt = tokens.new_full((len(tokens), l), c.mask_id)                      # (b, l)
         xt[:, :known.size(1)] = known
-        block = ActiveBlock(len(tokens), l, sampler, tokens.device, timed=True)
-        block.start(xt, torch.tensor(start))
+        block = ActiveBlock(len(tokens), l, sampler, tokens.device, time_conditioning=True)
+        block.start(xt, torch.tensor(begin))
         for _ in block.steps([l - known.size(1)]):
-            # Finished blocks are clean in both streams. The last one, which holds masks, has no place in the clean one.
-            x, t = torch.cat([finished, block.xt], 1), block.noise_level()
-            hidden = model.all_block_hidden(x, x, t[:, None].expand(-1, x.size(1) // l))[:, start:]
-            block.reveal(lambda at: model.token_logits(take(hidden, at)))
+            # x is both x0 and xt: finished blocks have no noise, and the clean stream stops before the last block,
+            # so it never reads the masks there.
+            x, t = torch.cat([finished, block.xt], 1), block.noise_level()     # (b, begin + l), (b,)
+            hidden = model.all_block_hidden(x, x, t[:, None].expand(-1, x.size(1) // l))       # (b, begin + l, d)
+            block.reveal(lambda positions: model.token_logits(take(hidden[:, begin:], positions)))
         tokens = torch.cat([finished, block.xt], 1)
     return tokens[:, :total]
 
 
 def now(device):
-    """Seconds, when all work given to the device is done."""
+    """The time in seconds, after the device has finished all work that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.time()
 
 
 def plan(config, prompts, length, after=0):
-    """(block length, where each row's first active block starts, number of blocks); after: tokens of a suffix. Raises
-    ModelError before any work for a request that cannot be served."""
+    """
+    Divides a request into blocks. after: tokens of the suffix. Returns the block length l, for each row the number of
+    tokens that are read into the cache (its whole blocks), and the number of blocks to unmask. Raises ModelError for
+    a request that cannot be served, before any work.
+    """
     totals = [len(p) + length + after for p in prompts]
     if length < 1:
-        raise ModelError(f"length is {length}; ask for at least 1 token")
+        raise ModelError(f"length must be at least 1, but is {length}")
     if config.full_sequence and min(totals) != max(totals):
         raise ModelError("a full-sequence model takes prompts of one length at a time")
     l = max(totals) if config.full_sequence else config.block_len
     starts = [len(p) // l * l for p in prompts]
     n_blocks = max(-(-(total - start) // l) for total, start in zip(totals, starts))
     if after and n_blocks > 1:
+        # A later block cannot be known while an earlier one is unmasked: blocks see only what comes before them.
         raise ModelError(f"a suffix must end in the block of {l} tokens in which the prompt ends, which has room for "
                          f"{l - max(len(p) % l for p in prompts)}; length and suffix are {length + after} tokens")
     end = max(max(starts) + n_blocks * l, *totals)
     if end > config.rope_capacity:
-        raise ModelError(f"prompt and length make {end} tokens in whole blocks, beyond the rotary "
+        raise ModelError(f"prompt and length make {end} tokens in whole blocks, which is beyond the rotary "
                          f"capacity of {config.rope_capacity}; ask for a shorter length or prompt")
     return l, starts, n_blocks
 
 
 def read_prompts(model, cache, prompts, starts, prefix, on_read=None):
-    """Prefills every row up to its start, rows of one length together and equal prompts once; what `prefix` holds is
-    copied. Returns the tokens that the rows hold."""
-    rows, device = {}, cache.lengths.device             # rows: start -> prompt -> the rows that have it
+    """
+    Fills the cache with the first starts[i] tokens of prompt i, and returns these tokens. The tokens of `prefix` are
+    copied from its cache. A prompt that several rows have is read once, and its cache is copied to the other rows.
+    """
+    rows_by_start, device = {}, cache.lengths.device    # {start: {prompt: the rows that have it}}
     for i, (prompt, start) in enumerate(zip(prompts, starts)):
-        rows.setdefault(start, {}).setdefault(prompt.cpu().numpy().tobytes(), []).append(i)
-    for start, equal in rows.items():
-        for group in batches(list(equal.values()), READ_TOGETHER // max(start, 1)):
-            # One prompt, which may be long, is read in its place; several short ones are read beside it and copied.
-            mine = cache.rows(group[0][0], group[0][0] + 1) if len(group) == 1 else model.new_cache(len(group), start)
+        rows_by_start.setdefault(start, {}).setdefault(prompt.cpu().numpy().tobytes(), []).append(i)
+    for start, rows_by_prompt in rows_by_start.items():
+        # Prompts that are read together must have the same number of tokens to read.
+        for group in batches(list(rows_by_prompt.values()), READ_TOGETHER // max(start, 1)):
+            # A single prompt may be long, so it is read directly into its first row. Several prompts, which are short,
+            # are read into a small cache of their own and copied from there.
+            alone, first = len(group) == 1, group[0][0]
+            target = cache.rows(first, first + 1) if alone else model.new_cache(len(group), start)
             if prefix:
-                copy_rows(prefix.cache, mine, range(len(group)))
-            tokens = torch.stack([prompts[same[0]][int(mine.lengths[0]):start] for same in group]).to(device)
-            model.prefill(tokens, mine, on_chunk=on_read)
-            for k, same in enumerate(group):
-                copy_rows(mine.rows(k, k + 1), cache, same[len(group) == 1:])
+                copy_rows(prefix.cache, target, range(len(group)))
+            unread = [prompts[rows[0]][int(target.lengths[0]):start] for rows in group]
+            model.prefill(torch.stack(unread).to(device), target, on_chunk=on_read)
+            for j, rows in enumerate(group):
+                copy_rows(target.rows(j, j + 1), cache, rows[1:] if alone else rows)
     return [prompt[:start].cpu() for prompt, start in zip(prompts, starts)]
 
 
 # ---------------------------------------------------------------------------------------------
 # The script
 
-BAR_DELAY = 2                           # seconds for which no bar is shown
+BAR_DELAY = 2                           # seconds before a progress bar appears
 
 
 def check_settings():
-    """Raises for whatever can be seen to be wrong before a model is loaded and a prompt is read."""
+    """Checks all that can be checked before a model is loaded and a prompt is read. Raises ConfigError."""
     check(globals(), least=dict(length=1, num_samples=1, seed=0), most=dict(num_samples=2 ** 20),
           below=dict(seed=2 ** 63),
           choices=dict(init=("", "random"), dtype=("auto", "float32", "bfloat16"), engine=ENGINES))
@@ -280,7 +298,7 @@ def check_settings():
 
 
 def tokenizer_of(model, name, path):
-    """The tokenizer of that name. Raises ModelError if its ids are not the model's."""
+    """The tokenizer of that name. Raises ModelError if its token ids are not the model's. path: for the message."""
     if VOCABULARY.get(name) != model.config.vocab_size:
         raise ModelError(f"{path} has {model.config.vocab_size} token ids, not those of its tokenizer, {name}; "
                          f"vocab_size must be 258 for bytes and 50258 for gpt2")
@@ -288,7 +306,8 @@ def tokenizer_of(model, name, path):
 
 
 def open_checkpoint(path, device):
-    """(model, its tokenizer, path of the file, record) of what checkpoint.find_checkpoint takes."""
+    """Loads a checkpoint. path: see checkpoint.find_checkpoint. Returns the model, its tokenizer, the path of the file
+    and the checkpoint's record."""
     path = find_checkpoint(path)
     model, record = load_model(path, device)
     return model, tokenizer_of(model, record.get("tokenizer"), path), path, record
@@ -303,13 +322,14 @@ def open_model(device):
         c = config_from_file(model_config)
         with torch.device(device):
             model = BlockDiffusionLM(c).eval()
+        # An untrained head is zero, and all tokens would be equally probable, whatever the model computes.
         torch.nn.init.normal_(model.head.weight, std=0.02)
         return model, tokenizer_of(model, "bytes" if c.vocab_size == 258 else "gpt2", model_config)
     return open_checkpoint(checkpoint or os.path.join(out_dir, "ckpt.pt"), device)[:2]
 
 
 def read_text():
-    """The text of --prompt or --prompt_file, empty where there is none."""
+    """The text of --prompt or --prompt_file, or "" if neither is given."""
     if prompt and prompt_file:
         raise ConfigError("prompt and prompt_file are both given; leave one out")
     if not prompt_file:
@@ -318,51 +338,56 @@ def read_text():
         with open(prompt_file, encoding="utf-8-sig") as f:
             return f.read()
     except UnicodeError as error:
-        raise DataError(f"{prompt_file} is not UTF-8 (byte {error.start}); convert it, for example with iconv") from None
+        raise DataError(f"{prompt_file} is not UTF-8 (byte {error.start}); convert it, for example with "
+                        f"iconv") from None
 
 
 class Printer:
     """
-    Prints the prompt to stdout, then text as it is generated. On a terminal, stderr shows a bar while a long prompt
-    is read, then a line of progress below the text and, with --watch, the active block.
+    Prints the prompt and then the generated text of the first row to stdout. If stderr is a terminal, it shows a bar
+    there while a long prompt is read, then a line of progress below the text and, with --watch, the active block.
     """
 
-    def __init__(self, tokenizer, prompt, unread, known, total, mask_id):
-        """prompt: its text; unread: how many of its tokens will be read into the cache; known: how many
-        tokens of the first active blocks are the prompt's; total: tokens to be generated."""
+    def __init__(self, tokenizer, prompt, n_unread, n_known, total, mask_id):
+        """prompt: its text. n_unread: tokens of it that will be read into the cache. n_known: known tokens of the
+        first active blocks, over all rows; they are not counted as generated. total: tokens to generate."""
         self.tokenizer, self.prompt, self.mask_id = tokenizer, prompt, mask_id
-        self.unread, self.known, self.total, self.made = unread, known, total, 0
-        self.started = self.shown = time.time()
+        self.n_unread, self.n_known, self.total, self.n_generated = n_unread, n_known, total, 0
+        self.started = self.last_shown = time.time()
         self.live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        # A character may end in a later block than it begins in: this decoder keeps the bytes until then.
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self.bar = tqdm(desc="reading the prompt", total=unread, unit=" tokens", unit_scale=True, leave=False,
+        self.bar = tqdm(desc="reading the prompt", total=n_unread, unit=" tokens", unit_scale=True, leave=False,
                         file=sys.stderr, delay=BAR_DELAY, mininterval=0.2 if self.live else 10, miniters=1)
 
-    def read(self, count):
-        """`count` more tokens of the prompt have been read. When all are, shows the prompt."""
-        self.bar.update(count)
-        self.unread -= count
-        if not self.unread:
+    def read(self, n):
+        """Call it when n more tokens of the prompt have been read. Prints the prompt when all have been."""
+        self.bar.update(n)
+        self.n_unread -= n
+        if not self.n_unread:
             self.bar.close()
             print(self.prompt, end="", flush=True)
             self.started = time.time()
 
     def text(self, tokens):
+        """The bytes of the tokens, which may end inside a character."""
         return self.tokenizer.decode_bytes(tokens.tolist())
 
     def block(self, row, tokens):
-        self.made, self.known = self.made + len(tokens), 0
+        """Call it when a block of a row is finished. tokens: what it adds after the prompt."""
+        self.n_generated, self.n_known = self.n_generated + len(tokens), 0
         if row == 0:
             self.clear()
             print(self.utf8.decode(self.text(tokens)), end="", flush=True)
-        self.below(self.progress(self.made))
+        self.below(self.progress(self.n_generated))
 
     def step(self, xt):
-        """After a denoising step: how far it is, and with --watch the block with its masks."""
-        if not watch and time.time() - self.shown < 0.2:        # counting waits for the device
+        """Call it after a denoising step. Shows the progress and, with --watch, the block xt (b, l) with its masks."""
+        # To count the known tokens is to wait for the device, so it is done only now and then.
+        if not watch and time.time() - self.last_shown < 0.2:
             return
-        self.shown = time.time()
-        done = min(self.made + int((xt != self.mask_id).sum()) - self.known, self.total)
+        self.last_shown = time.time()
+        done = min(self.n_generated + int((xt != self.mask_id).sum()) - self.n_known, self.total)
         if not watch:
             return self.below(self.progress(done))
         cells = ["\u2591" if token == self.mask_id else
@@ -371,7 +396,7 @@ class Printer:
         if not self.live:
             return print(line, file=sys.stderr, flush=True)
         self.below(line, self.progress(done))
-        time.sleep(0.02)
+        time.sleep(0.02)                                # so that the eye can follow
 
     def progress(self, done):
         seconds = max(time.time() - self.started, 1e-6)
@@ -379,19 +404,20 @@ class Printer:
                 f"ETA {seconds * (self.total / max(done, 1) - 1):.0f} s]")
 
     def below(self, *lines):
-        """Writes under the text on a terminal, which scrolls where there is no room, and puts the cursor
-        back behind the text."""
+        """Writes lines below the text and moves the cursor back to the end of the text."""
         if not self.live:
             return
         width, height = shutil.get_terminal_size()
         text = "".join(line.ljust(-(-len(line) // width) * width) for line in lines)
         text = text[:width * max(height - 2, 1)]
-        rows = -(-len(text) // width)
-        print("\x1bD" * rows + f"\x1b[{rows}A\x1b7\x1b[B\r\x1b[J{text.rstrip()}\x1b8", end="",
+        n_rows = -(-len(text) // width)
+        # ESC D moves down a line and scrolls at the bottom, which makes room; ESC [nA goes back up. ESC 7 saves the
+        # cursor, ESC [B moves it down, ESC [J erases everything after it, and ESC 8 restores it.
+        print("\x1bD" * n_rows + f"\x1b[{n_rows}A\x1b7\x1b[B\r\x1b[J{text.rstrip()}\x1b8", end="",
               file=sys.stderr, flush=True)
 
     def clear(self):
-        """Leaves nothing but the text."""
+        """Erases everything but the text."""
         self.bar.close()
         if self.live:
             print("\x1b[J", end="", file=sys.stderr, flush=True)
@@ -401,48 +427,52 @@ def main():
     check_settings()
     imported = time.time()
     text, dev = read_text(), pick_device(device)
-    chosen = select_kernels(kernels, dev, training=False)
+    kernels_line = select_kernels(kernels, dev, training=False)
     model, tokenizer = open_model(dev)
-    c, n_params = model.config, model.n_params
-    weights = pick_dtype(dtype, dev)
-    mark = fingerprint(model, weights) if save_cache or load_cache else None
-    prefix = load_prefix(load_cache, c, mark) if load_cache else None
-    first = [] if prefix else [tokenizer.eot_token]     # of a new document
-    tokens = torch.tensor(tokenizer.encode_ordinary(text) or first, dtype=torch.long)
-    whole = torch.cat([prefix.tokens, tokens]) if prefix else tokens
-    after = torch.tensor(tokenizer.encode_ordinary(suffix), dtype=torch.long)
-    l, (start, *_), _ = plan(c, [whole] * num_samples, length, len(after))
+    c, n_params, weight_dtype = model.config, model.n_params, pick_dtype(dtype, dev)
+    # Before open_engine, which changes the weights.
+    model_fingerprint = fingerprint(model, weight_dtype) if save_cache or load_cache else None
+    prefix = load_prefix(load_cache, c, model_fingerprint) if load_cache else None
+
+    # An empty prompt is an end-of-text, after which a new document begins.
+    tokens = tokenizer.encode_ordinary(text) or ([] if prefix else [tokenizer.eot_token])
+    tokens = torch.tensor(tokens, dtype=torch.long)
+    known = torch.cat([prefix.tokens, tokens]) if prefix else tokens           # all tokens before the generated ones
+    suffix_tokens = torch.tensor(tokenizer.encode_ordinary(suffix), dtype=torch.long)
+    l, (start, *_), _ = plan(c, [known] * num_samples, length, len(suffix_tokens))
     seeds = [(seed + i) % 2 ** 63 for i in range(num_samples)]
     sampler = Sampler(seeds, order, tokens_per_step or max(l // 16, 1), threshold, temperature,
                       top_k, top_p, c.mask_id)
     if save_cache:
         need_cache(c)
-    model, new_decoder = open_engine(engine, model, weights, compile)
+    model, new_decoder = open_engine(engine, model, weight_dtype, compile)
     pace = f"threshold {threshold}" if order == "threshold" else f"{sampler.tokens_per_step} tokens a step"
-    print(f"{n_params:,} parameters on {dev}, {chosen}, order {order}, {pace}, seed {seed}", file=sys.stderr)
-    shown = tokenizer.decode(whole[whole != tokenizer.eot_token].tolist())
+    print(f"{n_params:,} parameters on {dev}, {kernels_line}, order {order}, {pace}, seed {seed}", file=sys.stderr)
+
+    shown = tokenizer.decode(known[known != tokenizer.eot_token].tolist())
     printer = Printer(tokenizer, shown, start - (prefix.cache.max_len if prefix else 0),
-                      (len(whole) - start) * num_samples, (length + len(after)) * num_samples, c.mask_id)
+                      (len(known) - start) * num_samples, (length + len(suffix_tokens)) * num_samples, c.mask_id)
     opened = time.time()
     try:
-        printer.read(0)
+        printer.read(0)                                 # prints a prompt of which nothing has to be read
         if save_cache:
             prefix, tokens = read_prefix(model, tokens, prefix, printer.read), tokens[:0]
-            save_prefix(save_cache, prefix, mark)
+            save_prefix(save_cache, prefix, model_fingerprint)
+        # A full-sequence model has one long block, so its progress is shown after steps.
+        on_step = printer.step if watch or (printer.live and c.full_sequence) else None
         out = generate(model, [tokens] * num_samples, length, sampler, new_decoder,
-                       tokenizer.eot_token if stop_at_eot else None, printer.block,
-                       printer.step if watch or (printer.live and c.full_sequence) else None, prefix,
-                       printer.read, after)
+                       tokenizer.eot_token if stop_at_eot else None, printer.block, on_step, prefix, printer.read,
+                       suffix_tokens)
     except KeyboardInterrupt:
         printer.clear()
-        print(f"\nstopped after {printer.made} tokens", file=sys.stderr)
+        print(f"\nstopped after {printer.n_generated} tokens", file=sys.stderr)
         sys.exit(130)
     printer.clear()
     print()
     for i, row in enumerate(out.tokens[1:], 2):
-        print(f"\n--- sample {i} ---\n{shown}{tokenizer.decode(row[len(whole):].tolist())}")
-    made = sum(len(row) for row in out.tokens) - (len(whole) + len(after)) * num_samples
-    print(f"{made} tokens in {out.seconds:.2f} s: {made / out.seconds:.1f} tokens/s, "
+        print(f"\n--- sample {i} ---\n{shown}{tokenizer.decode(row[len(known):].tolist())}")
+    n_generated = sum(len(row) for row in out.tokens) - (len(known) + len(suffix_tokens)) * num_samples
+    print(f"{n_generated} tokens in {out.seconds:.2f} s: {n_generated / out.seconds:.1f} tokens/s, "
           f"{out.forward_passes} forward passes, cache {out.cache_bytes / 2**20:.2f} MiB\n"
           f"before that: imports {imported - STARTED:.1f} s, opening the model {opened - imported:.1f} s, "
           f"preparing steps and reading the prompt {out.start_seconds:.1f} s", file=sys.stderr)
@@ -450,7 +480,7 @@ def main():
 
 if __name__ == "__main__":
     with script("sample.py"):
-        sys.stdout.reconfigure(errors="replace")        # of what a terminal's encoding lacks
-        signal.signal(signal.SIGTERM, signal.default_int_handler)   # ends like Ctrl-C
+        sys.stdout.reconfigure(errors="replace")        # prints "?" where the terminal's encoding lacks a character
+        signal.signal(signal.SIGTERM, signal.default_int_handler)   # a kill ends it as Ctrl-C does
         configure(globals())
         main()

@@ -44,10 +44,10 @@ class FastDecoder:
         """(b,) tokens before the active block."""
         return self.cache.lengths + self.block_len if self.pending else self.cache.lengths
 
-    def decode(self, xt, counts, on_step=None):
+    def decode(self, xt, n_masked, on_step=None):
         """As sample.Decoder.decode."""
         self.block.start(xt, self.begin)
-        for _ in self.block.steps(counts):
+        for _ in self.block.steps(n_masked):
             self.step()
             if on_step:
                 on_step(self.block.xt)

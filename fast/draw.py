@@ -74,18 +74,18 @@ def best_kernel(value, index, out, shares, v, S: tl.constexpr):
 
 
 @triton.jit
-def unmask_kernel(xt, at, drawn, order, step, mask, l, n, p, P: tl.constexpr):
+def unmask_kernel(xt, positions, drawn, permutation, offset, mask, l, n, p, P: tl.constexpr):
     """One row's p tokens."""
     row, j = tl.program_id(0).to(tl.int64), tl.arange(0, P)
     ok = j < p
-    ptr = xt + row * l + tl.load(at + row * p + j, mask=ok, other=0)
+    ptr = xt + row * l + tl.load(positions + row * p + j, mask=ok, other=0)
     held = tl.load(ptr, mask=ok, other=0)
     tl.store(ptr, tl.load(drawn + row * p + j, mask=ok, other=0), mask=ok & (held == mask))
-    now = tl.load(step + row) + p
-    after = tl.load(order + row * n + now + j, mask=ok, other=0)
+    next_offset = tl.load(offset + row) + p
+    after = tl.load(permutation + row * n + next_offset + j, mask=ok, other=0)
     tl.debug_barrier()  # all have read what is written now
-    tl.store(at + row * p + j, after, mask=ok)
-    tl.store(step + row, now)
+    tl.store(positions + row * p + j, after, mask=ok)
+    tl.store(offset + row, next_offset)
 
 
 def uniform(n, stream, seed, step, begin):
@@ -110,10 +110,10 @@ def gumbel_argmax(logits: Tensor, at: Tensor, seed: Tensor, step: Tensor, begin:
     return out
 
 
-def unmask(xt, at, drawn, mask_id, order, step):
-    """As decoders.unmask: xt (b, l), at and drawn (b, p), order (b, n), step (b,), all int64 and contiguous. Writes
-    into xt, at and step."""
-    tensors, p = (xt, at, drawn, order, step), at.shape[1]
-    assert all(u.is_contiguous() for u in tensors) and drawn.shape == at.shape
+def unmask(xt, positions, drawn, mask_id, permutation, offset):
+    """As decoders.unmask: xt (b, l), positions and drawn (b, p), permutation (b, n), offset (b,), all int64 and
+    contiguous. Writes into xt, positions and offset."""
+    tensors, p = (xt, positions, drawn, permutation, offset), positions.shape[1]
+    assert all(u.is_contiguous() for u in tensors) and drawn.shape == positions.shape
     unmask_kernel[len(xt),](
-        *tensors, mask_id, xt.shape[1], order.shape[1], p, P=triton.next_power_of_2(p))
+        *tensors, mask_id, xt.shape[1], permutation.shape[1], p, P=triton.next_power_of_2(p))

@@ -161,7 +161,7 @@ def test_top_p_keeps_the_token_that_crosses():
 
 def unmask_all(xt, logits_of, sampler):
     """x0 of the block xt (b, l) by a toy denoiser, logits_of(xt, t) -> (b, l, v - 1)."""
-    block = ActiveBlock(*xt.shape, sampler, xt.device, timed=True)
+    block = ActiveBlock(*xt.shape, sampler, xt.device, time_conditioning=True)
     block.start(xt, torch.tensor(0))
     for _ in block.steps((xt == sampler.mask_id).sum(1).tolist()):
         logits = logits_of(block.xt, block.noise_level())
@@ -192,7 +192,7 @@ def test_one_token_at_a_time_in_random_order_is_exact_ancestral_sampling():
 
 def test_random_order_begins_at_every_masked_position_alike():
     n, xt = 4000, torch.tensor([2, 0, 2, 2])            # the second is known
-    block = ActiveBlock(n, 4, Sampler(list(range(n)), mask_id=2, tokens_per_step=1), "cpu", timed=False)
+    block = ActiveBlock(n, 4, Sampler(list(range(n)), mask_id=2, tokens_per_step=1), "cpu", time_conditioning=False)
     block.start(xt.expand(n, 4), torch.zeros(n, dtype=torch.long))
     first = torch.bincount(block.at[:, 0], minlength=4) / n
     assert (first - torch.tensor([1 / 3, 0, 1 / 3, 1 / 3])).abs().max() < 0.03
@@ -202,7 +202,7 @@ def test_confidence_reveals_the_surest_positions_and_threshold_all_that_are_sure
     p = torch.tensor([[0.6, 0.99, 0.7, 0.95]])          # the likeliest token's, at each position
     logits = torch.stack([p, 1 - p], -1).log()
     def first_step(**how):
-        block = ActiveBlock(1, 4, Sampler([0], mask_id=2, temperature=0.0, **how), "cpu", timed=False)
+        block = ActiveBlock(1, 4, Sampler([0], mask_id=2, temperature=0.0, **how), "cpu", time_conditioning=False)
         block.start(torch.full((1, 4), 2), torch.tensor([0]))
         block.reveal(lambda at: take(logits, at))
         return (block.xt != 2)[0].tolist()

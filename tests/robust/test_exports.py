@@ -68,7 +68,7 @@ def edit_model(folder, **changes):
 
 
 LLAMA = dict(architectures=["LlamaForCausalLM"], auto_map={"AutoModel": "evil.Model"}, model_type="llama", torch_dtype="bfloat16")
-WRONG = "weights of another configuration"
+WRONG = "weights that do not fit its configuration"
 
 
 @pytest.mark.parametrize("damage, message", [
@@ -137,9 +137,9 @@ def test_nothing_in_a_folder_is_executed(saved, tmp_path):
 
 @pytest.mark.parametrize("path, hub, message", [
     ("hf://owner/name", None, "hf://owner/name needs huggingface_hub: pip install huggingface_hub$"),
-    ("hf://owner/name", ConnectionError("reset\nby peer"), "cannot be fetched from the hub .ConnectionError.: check the name"),
-    ("hf://name", None, "names no model of the hub; write hf://owner/name"), ("hf://a/b/c", None, "names no model"),
-    ("hf://../..", ValueError("no"), "cannot be fetched"), ("hf://a/b@", None, "names no model")])
+    ("hf://owner/name", ConnectionError("reset\nby peer"), "cannot be downloaded from the hub .ConnectionError.: check the name"),
+    ("hf://name", None, "is not the name of a model; write hf://owner/name"), ("hf://a/b/c", None, "is not the name of a model"),
+    ("hf://../..", ValueError("no"), "cannot be downloaded"), ("hf://a/b@", None, "is not the name of a model")])
 def test_a_model_of_the_hub_that_cannot_be_had_is_one_sentence(path, hub, message, monkeypatch):
     def snapshot_download(*request, **how):
         raise hub

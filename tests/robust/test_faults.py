@@ -344,8 +344,8 @@ def change_checkpoint(folder, target, edit):
 
 @pytest.mark.parametrize("edit, message", [
     (lambda r: r.update(config=[]), "record.config is"), (lambda r: r.update(model=3), "record.model is 3"),
-    (lambda r: r["model"].popitem(), "weights of another configuration"),
-    (lambda r: r["config"].update(n_layer=10 ** 9), "weights of another configuration"),
+    (lambda r: r["model"].popitem(), "weights that do not fit its configuration"),
+    (lambda r: r["config"].update(n_layer=10 ** 9), "weights that do not fit its configuration"),
     (lambda r: r["config"].update(new=1), "record.config is"),
     (lambda r: r.update(optimizer={}), "record.optimizer has no step"),
     (lambda r: r.update(step=-1), "record.step is -1"),

@@ -196,7 +196,7 @@ def test_attention_only_models_need_no_geometry_of_mamba():
 
 
 @pytest.mark.parametrize("argv, message", [
-    (["--batch_size=4", "--micro_batch_size=3"], "does not divide"), (["--vocab_size=300"], "--vocab_size=258"),
+    (["--batch_size=4", "--micro_batch_size=3"], "must divide the 4 sequences"), (["--vocab_size=300"], "--vocab_size=258"),
     (["--warmup_iters=4"], r"warmup_iters must be below max_iters \(4\), but is 4; add --warmup_iters=0"),
     (["--dtype=bf16"], "one of auto, float32, bfloat16"),
     (["--batch_size=0"], "batch_size must be at least 1, but is 0"), (["--grad_clip=-1"], "at least 0"),

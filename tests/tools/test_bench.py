@@ -141,7 +141,7 @@ def test_plot_draws_three_figures_and_the_newest_row_wins(tmp_path, monkeypatch)
     ("bench.py", "train --only=laptop --out={tmp}/file/x.json", "cannot be written; name another file"),
     ("bench.py", "sample --lengths=0", "lengths must be whole numbers above 0, but is [0]"),
     ("bench.py", "sample --whole=abc", "whole must be whole numbers above 0, but is ['abc']"),
-    ("bench.py", "sample --only=laptop --lengths=300000", "laptop makes at most 262144 tokens"),
+    ("bench.py", "sample --only=laptop --lengths=300000", "lengths must be at most 262144, the rotary capacity of laptop"),
     ("bench.py", "ops --only=adamw,nope", "only must be one of scan, "),
     ("bench.py", "plot", "name what to draw"),
     ("bench.py", "plot {tmp}/binary", "binary cannot be drawn (UnicodeDecodeError); name files"),
