@@ -90,7 +90,7 @@ def scan_backward(dx, ddt, dB, dC, dy, dstates, x, steps, B, C, D, states, row):
     """Writes into dx, ddt, dB and dC, whose positions are evenly spaced. dstates may be None. -> the gradient of the
     initial states, dA, dD, and that of dt_bias if steps has one"""
     xs, Bs, Cs, dys = in_rows(row, x, B, C, dy)
-    grads = (v.view(-1, row, *v.shape[2:]) for v in (dx, ddt, dB, dC))  # view raises; a silent copy would lose the writes
+    grads = (v.view(-1, row, *v.shape[2:]) for v in (dx, ddt, dB, dC))  # view never copies: writes arrive
     local = states.new_empty(states[:, 1:].shape)
     scan.walk(dys, steps, Cs, final=local, adjoint=True)
     G = pass_states(local, steps.log_decays(x), None, dstates, back=True)
