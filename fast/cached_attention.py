@@ -24,8 +24,8 @@ from fast.triton_tools import LOG2E, dot, operator, strides
 
 
 @triton.jit
-def rows(ptr, stride: tl.constexpr, left, d: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-         mask: tl.constexpr):
+def load_rows(ptr, stride: tl.constexpr, left, d: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+              mask: tl.constexpr):
     """Loads R rows of d values as an (R, D) tile. With `mask`, rows from `left` on are zero: past its length a
     cache may hold NaN, and p @ v would spread it even where p is 0. The tests are on constexprs, so a kernel
     for d = 64 has no mask at all."""
@@ -49,7 +49,7 @@ def online_softmax(s, m, z, scale, left, N: tl.constexpr, mask: tl.constexpr):
 
 
 @triton.jit
-def tile(q, k, v, acc, m, z, scale, left, N: tl.constexpr, mask: tl.constexpr):
+def attend_tile(q, k, v, acc, m, z, scale, left, N: tl.constexpr, mask: tl.constexpr):
     """One tile of flash attention: scores, softmax, values."""
     s = dot(q, k.T)
     p, m, z, alpha = online_softmax(s, m, z, scale, left, N, mask)
@@ -86,29 +86,29 @@ def attend_kernel(q_ptr, kc_ptr, vc_ptr, n_ptr, ko_ptr, vo_ptr, o_ptr, lse_ptr,
     vc_ptr += tl.multiple_of(b % caches * cb + head * ch, align)
     ko_ptr += tl.multiple_of(b * kb + head * kh, align)
     vo_ptr += tl.multiple_of(b * vb + head * vh, align)
-    q = rows(q_ptr + i * M * ql, ql, m - i * M, d, D, M, m % M > 0)
+    q = load_rows(q_ptr + i * M * ql, ql, m - i * M, d, D, M, m % M > 0)
     acc, z = tl.zeros([M, D], tl.float32), tl.zeros([M], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
     step = tl.full([], N * cl, tl.int64)  # from one tile of the cache to the next
 
     # 1. Full tiles of the cache.
     for t in tl.range(lo, tl.minimum(n // N, hi), num_stages=stages):
-        k = rows(kc_ptr + t * step, cl, N, d, D, N, False)
-        v = rows(vc_ptr + t * step, cl, N, d, D, N, False)
-        acc, top, z = tile(q, k, v, acc, top, z, scale, N, N, False)
+        k = load_rows(kc_ptr + t * step, cl, N, d, D, N, False)
+        v = load_rows(vc_ptr + t * step, cl, N, d, D, N, False)
+        acc, top, z = attend_tile(q, k, v, acc, top, z, scale, N, N, False)
 
     # 2. The partial last tile of the cache, if there is one and it is in this share.
     t = n // N
     if (lo <= t) & (t < tl.minimum(hi, cached)):
-        k = rows(kc_ptr + t * step, cl, n - t * N, d, D, N, True)
-        v = rows(vc_ptr + t * step, cl, n - t * N, d, D, N, True)
-        acc, top, z = tile(q, k, v, acc, top, z, scale, n - t * N, N, True)
+        k = load_rows(kc_ptr + t * step, cl, n - t * N, d, D, N, True)
+        v = load_rows(vc_ptr + t * step, cl, n - t * N, d, D, N, True)
+        acc, top, z = attend_tile(q, k, v, acc, top, z, scale, n - t * N, N, True)
 
     # 3. The block itself.
     for t in tl.range(tl.maximum(lo - cached, 0), hi - cached, num_stages=2):
-        k = rows(ko_ptr + t * N * kl, kl, l - t * N, d, D, N, l % N > 0)
-        v = rows(vo_ptr + t * N * vl, vl, l - t * N, d, D, N, l % N > 0)
-        acc, top, z = tile(q, k, v, acc, top, z, scale, l - t * N, N, l % N > 0)
+        k = load_rows(ko_ptr + t * N * kl, kl, l - t * N, d, D, N, l % N > 0)
+        v = load_rows(vo_ptr + t * N * vl, vl, l - t * N, d, D, N, l % N > 0)
+        acc, top, z = attend_tile(q, k, v, acc, top, z, scale, l - t * N, N, l % N > 0)
 
     r, c = i * M + tl.arange(0, M), tl.arange(0, D)
     # o is (split, b, m, h, d), lse (split, b, m, h).

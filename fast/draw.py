@@ -39,7 +39,7 @@ def gumbel(high, low):
 
 
 @triton.jit
-def better(best, token, logits, k, v, high, low):
+def update_best(best, token, logits, k, v, high, low):
     """Adds noise to the logits of tokens k and updates each lane's maximum `best` and its token."""
     x = tl.load(logits + k, mask=k < v, other=float("-inf")).to(tl.float64) + gumbel(high, low).to(tl.float64)
     return tl.maximum(x, best), tl.where(x > best, k, token)
@@ -59,8 +59,8 @@ def gumbel_argmax_kernel(logits, at, seed, step, begin, value, index, m, v, half
     for i in range(share * SHARE, tl.minimum(share * SHARE + SHARE, half), TILE):
         k = i + tl.arange(0, TILE)
         r0, r1, r2, r3 = tl.philox(key, k, position, now, where)
-        best, token = better(best, token, logits, k, half, r0, r1)
-        best, token = better(best, token, logits, k + half, v, r2, r3)
+        best, token = update_best(best, token, logits, k, half, r0, r1)
+        best, token = update_best(best, token, logits, k + half, v, r2, r3)
     top, out = tl.max(best, 0), row * tl.num_programs(1) + share
     tl.store(value + out, top)
     tl.store(index + out, tl.min(tl.where(best == top, token, v - 1), 0).to(tl.int64))

@@ -97,7 +97,7 @@ class InferenceMamba:
     @torch.no_grad()
     def __init__(self, mixer, dtype):
         self.mixer, pair, f = mixer, (mixer.fwd, mixer.rev), mixer.fwd
-        if not mixer.reverse_scan:                      # one direction only: `takes` is False, the plain mixer runs
+        if not mixer.reverse_scan:                      # one direction only: see `can_merge`
             return
         self.chunk_len = f.chunk_len
         self.heads, self.d_inner, self.d_state = f.heads, f.d_inner, f.d_state
@@ -113,13 +113,13 @@ class InferenceMamba:
         self.A = torch.stack([-torch.exp(m.A_log.to(exact)) for m in pair])    # (2, h)
         self.D = torch.stack([m.D for m in pair]).to(exact)
 
-    def takes(self, u):
+    def can_merge(self, u):
         """Whether the merged mixer can run: it needs both directions and a block that fits one row of the scan."""
         return self.mixer.reverse_scan and u.size(1) <= plain.SCAN_ROW
 
     def denoise(self, u, state, lengths, rope, at=None):
         """One noisy block u (b, l, d). Reads the cache only."""
-        if not self.takes(u):
+        if not self.can_merge(u):
             return take(self.mixer.denoise(u, state, lengths, rope), at)[None], None
         return self.merge(*self.scan(u, *state), at)
 
@@ -127,7 +127,7 @@ class InferenceMamba:
         """u (2 b, l, d): b finished blocks, then the b active blocks that follow them. The cached states move to the
         end of the finished blocks. In the last layer (`last`) only the active blocks are returned."""
         b = len(u) // 2
-        if not self.takes(u):
+        if not self.can_merge(u):
             clean = self.mixer.extend(u[:b], state, lengths, rope, u.size(1))
             noisy = take(self.mixer.denoise(u[b:], state, lengths, rope), at)
             return (noisy if last else torch.cat([clean, noisy]))[None], None

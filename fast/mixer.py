@@ -117,7 +117,7 @@ def sizes(proj, conv_weight, A, norm_weight, row):
     return (di, c, h), h, (c - di) // 2, proj.shape[1] > row
 
 
-def parts(proj, widths):
+def split_proj(proj, widths):
     """-> z, xBC and dt of a projection, without the padding after them"""
     return proj[..., :sum(widths)].split(widths, -1)
 
@@ -159,7 +159,7 @@ def mixer_forward(
     the convolution states at block boundaries (b, s / block_len + 1, w - 1, c), empty without block_len.
     block_len = 0 means that the caller does not need the states."""
     widths, h, n, several = sizes(proj, conv_weight, A, norm_weight, row)
-    z, xBC, dt = parts(proj, widths)
+    z, xBC, dt = split_proj(proj, widths)
     convs = boundary_columns(xBC, conv_weight, conv, block_len)
     x, B, C = split_xBC(causal_conv_forward(xBC, conv_weight, conv_bias, conv), h, n)
     steps = scan.StepSizes(*in_rows(row, dt), A, dt_bias)
@@ -193,10 +193,10 @@ def mixer_backward(
         ssm: Optional[Tensor], row: int, block_len: int) -> Tuple[
             Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     widths, h, n, _ = sizes(proj, conv_weight, A, norm_weight, row)
-    z, xBC, dt = parts(proj, widths)
+    z, xBC, dt = split_proj(proj, widths)
     dproj = torch.empty_like(proj)
     dproj[..., sum(widths):] = 0
-    dz, dxBC, ddt = parts(dproj, widths)
+    dz, dxBC, ddt = split_proj(dproj, widths)
 
     # The output projection and the gated norm.
     dout = dout.flatten(0, 1)
