@@ -77,7 +77,7 @@ def best_kernel(value, index, out, shares, v, S: tl.constexpr):
 
 @triton.jit
 def unmask_kernel(xt, at, drawn, order, step, mask, l, n, p, P: tl.constexpr):
-    """The p tokens of one row: written where xt holds a mask; then `at` and `step` move on."""
+    """Writes the p drawn tokens of one row over masks. Then `at` gets the next positions, and `step` grows by p."""
     row, j = tl.program_id(0).to(tl.int64), tl.arange(0, P)
     ok = j < p
     ptr = xt + row * l + tl.load(at + row * p + j, mask=ok, other=0)

@@ -132,7 +132,9 @@ class InferenceMamba:
             noisy = take(self.mixer.denoise(u[b:], state, lengths, rope), at)
             return (noisy if last else torch.cat([clean, noisy]))[None], None
         y, power = self.scan(u, *state, commit=True)
-        return self.merge(*((y[b:], power[b:]) if last else (y, power)), at)
+        if last:
+            y, power = y[b:], power[b:]
+        return self.merge(y, power, at)
 
     def merge(self, y, power, at):
         return linear_in_parts(take(y, at).flatten(2), self.w_out, ways=2), take(power, at)

@@ -213,15 +213,13 @@ def mixer_backward(
     dssm = proj.new_empty(0) if ssm is None else dssm.contiguous()
 
     # The convolution.
-    dw, db, dconv = conv_backward_into(
-        dxBC, dconvolved, xBC, conv_weight, conv_bias, conv)
+    dw, db, dconv = conv_backward_into(dxBC, dconvolved, xBC, conv_weight, conv_bias, conv)
     if dconvs is not None:
         w1 = dconvs.shape[2]
         dxBC.unflatten(1, (-1, block_len))[:, :, block_len - w1:] += dconvs[:, 1:]
         if conv is not None:
             dconv += dconvs[:, 0]
-    return (dproj, dw, db, ddt_bias, dA, dD, dnorm.to(norm_weight.dtype), dout_weight, dconv,
-            dssm)
+    return dproj, dw, db, ddt_bias, dA, dD, dnorm.to(norm_weight.dtype), dout_weight, dconv, dssm
 
 
 def save(ctx, inputs, output):
