@@ -1,5 +1,5 @@
 """
-Helpers of the Triton files in this folder: registering functions as PyTorch operators, memory layouts, a product.
+Shared by the Triton files of this folder: registering functions as PyTorch operators, memory layouts, a product.
 
 Without a GPU, Triton's interpreter tests all kernels:    python -m pytest tests/kernels/test_kernels.py
 """
