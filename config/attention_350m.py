@@ -4,11 +4,11 @@ from paper import transfer_lr
 out_dir = "out/attention_350m"
 data = "data/dclm"
 tokenizer = "gpt2"
-vocab_size = 50258              # GPT-2's 50,257 and the mask
+vocab_size = 50258              # GPT-2's 50,257 tokens and the mask
 
 attn_every = 1                  # attention in every layer
 seq_len = 8192
-block_len = 8192                # the whole window is one block
+block_len = 8192                # the whole sequence is one block
 n_layer = 18
 n_head = 14                      # head dimension 64
 d_model = 896
@@ -19,7 +19,7 @@ warmup_iters = 2000
 # From 87M at 8e-3: width 896/448, depth 18/12, batch 64/32, tokens 17.65B/5.000B.
 learning_rate = transfer_lr(8e-3, 896 / 448, 18 / 12, 64 / 32, 17.65 / 5.000)
 init_std = embed_std = 0.02
-micro_batch_size = 8            # 8 GPUs x 8, the paper's setting
+micro_batch_size = 8            # 8 GPUs x 8 sequences, the paper's setting
 eval_interval = 1000
 eval_sequences = 64
 log_interval = 10

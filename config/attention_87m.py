@@ -3,11 +3,11 @@
 out_dir = "out/attention_87m"
 data = "data/dclm"
 tokenizer = "gpt2"
-vocab_size = 50258              # GPT-2's 50,257 and the mask
+vocab_size = 50258              # GPT-2's 50,257 tokens and the mask
 
 attn_every = 1                  # attention in every layer
 seq_len = 8192
-block_len = 8192                # the whole window is one block
+block_len = 8192                # the whole sequence is one block
 n_layer = 12
 n_head = 8                       # head dimension 56
 d_model = 448
@@ -17,7 +17,7 @@ max_iters = 19_074              # 32 x 8192 x 19,074 = 5.000B tokens
 warmup_iters = 2000
 learning_rate = 8e-3             # best of five by C4 perplexity, tab:validation-87m-full
 init_std = embed_std = 0.02
-micro_batch_size = 4            # 8 GPUs x 4; one GPU accumulates 8 times
+micro_batch_size = 4            # 8 GPUs x 4 sequences; one GPU accumulates 8 micro-batches
 eval_interval = 1000
 eval_sequences = 64
 log_interval = 10

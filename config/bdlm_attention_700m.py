@@ -1,10 +1,10 @@
-# BDLM attention, 700M: the throughput benchmarks run it with random weights. The geometry is ours, the paper
-# gives only the size.
+# BDLM attention, 700M: for throughput benchmarks with random weights.
+# The paper gives only the size; the geometry is ours.
 
 out_dir = "out/bdlm_attention_700m"
 data = "data/dclm"
 tokenizer = "gpt2"
-vocab_size = 50258              # GPT-2's 50,257 and the mask
+vocab_size = 50258              # GPT-2's 50,257 tokens and the mask
 
 attn_every = 1                  # attention in every layer
 seq_len = 8192
@@ -15,7 +15,7 @@ d_model = 1152
 
 batch_size = 64
 micro_batch_size = 4
-max_iters = 1000                # not a training recipe
+max_iters = 1000                # a placeholder: this is no training recipe
 warmup_iters = 100
 learning_rate = 1e-3
 init_std = embed_std = 0.02

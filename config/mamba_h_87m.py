@@ -3,15 +3,15 @@
 out_dir = "out/mamba_h_87m"
 data = "data/dclm"
 tokenizer = "gpt2"
-vocab_size = 50258              # GPT-2's 50,257 and the mask
+vocab_size = 50258              # GPT-2's 50,257 tokens and the mask
 
-attn_every = 6                  # attention at layers 0, 6; Mamba-2 between
+attn_every = 6                  # attention at layers 0 and 6, Mamba-2 at all others
 seq_len = 8192
 block_len = 256
 n_layer = 12
 n_head = 8                       # head dimension 56
 d_model = 448
-d_state = 64                     # Mamba-2 state; 14 heads of 64, chunks of 128
+d_state = 64                     # Mamba-2 state size; 14 heads of 64, chunks of 128
 mamba_head_dim = 64
 
 batch_size = 32
@@ -19,7 +19,7 @@ max_iters = 19_074              # 32 x 8192 x 19,074 = 5.000B tokens
 warmup_iters = 2000
 learning_rate = 8e-3             # best of five by C4 perplexity, tab:validation-87m-full
 init_std = embed_std = 0.02
-micro_batch_size = 4            # 8 GPUs x 4; one GPU accumulates 8 times
+micro_batch_size = 4            # 8 GPUs x 4 sequences; one GPU accumulates 8 micro-batches
 eval_interval = 1000
 eval_sequences = 64
 log_interval = 10

@@ -1,9 +1,9 @@
-# BDLM attention, small: the four models side by side on a small text, config/sweep/novels.py.
+# BDLM attention, small: one of the four models that config/sweep/novels.py compares.
 
 out_dir = "out/small_bdlm_attention"
 data = "data/novels"
 tokenizer = "gpt2"
-vocab_size = 50258              # GPT-2's 50,257 and the mask
+vocab_size = 50258              # GPT-2's 50,257 tokens and the mask
 
 attn_every = 1                  # attention in every layer
 seq_len = 8192
@@ -13,7 +13,7 @@ n_head = 4                      # head dimension 64
 d_model = 256
 
 batch_size = 2
-max_iters = 2500                # 2 x 8192 x 2500 = 41M tokens: three times over 12.9M
+max_iters = 2500                # 2 x 8192 x 2500 = 41M tokens: 3.2 passes over 12.9M
 warmup_iters = 150
 learning_rate = 1e-3
 init_std = embed_std = 0.02

@@ -1,12 +1,13 @@
 """
-What exists for speed alone. `rm -rf fast` leaves a repository in which everything works, slower.
+Everything that exists only for speed. The repository works without this folder, but runs slower.
 
-  select             fills ops.FAST with faster functions of the same signatures, on a GPU
-  inference.py       weights prepared for generation; decoder.py: denoising steps as CUDA graphs
-  plain.py           plain twins of what only these two use
-  the other files    Triton kernels, a file for each operation, tested against their plain twins
+  select             on a GPU, puts faster functions of the same signatures into ops.FAST
+  inference.py       prepares a model's weights for generation
+  decoder.py         denoising steps, recorded as CUDA graphs on a GPU
+  plain.py           plain twins of the operations that only inference.py and decoder.py use
+  the other files    Triton kernels, one file for each operation, tested against their plain twins
 
-    python bench.py ops                                 the operations beside libraries
+    python bench.py ops                                 times the operations beside libraries
     python -m pytest tests/kernels                      on a GPU, or in Triton's interpreter
 """
 import functools
@@ -17,18 +18,18 @@ import ops
 
 
 def select(device, training=True):
-    """Fills ops.FAST for a CUDA device and returns a line that names what runs. Where the kernels cannot run, FAST
-    stays empty and the line says why. Without `training`, what training and evaluation alone use stays plain: these
-    operations need torch.compile, which takes seconds to import."""
+    """Fills ops.FAST for a CUDA device. Returns one line that names the kernels in use. If Triton cannot be imported,
+    FAST stays empty and the line says why. training=False skips the operations that only training and evaluation use:
+    they need torch.compile, which takes seconds to import."""
     try:
         from fast import cached_attention, conv, draw, mixer, residual, scan, states
     except Exception as error:                          # a broken Triton fails in many ways
         return f"kernels: plain (no Triton: {type(error).__name__}: {error})"
     ops.FAST.update({
-        # whole sequences: training and prompts
+        # for whole sequences: training, and reading prompts
         "Mamba2.forward": mixer.mamba2_forward, "ssd_scan": states.ssd_scan, "causal_conv": conv.causal_conv,
         "gated_norm": mixer.gated_norm,
-        # blocks: generation
+        # for single blocks: generation
         "cached_attention": cached_attention.cached_attention,
         "cached_attention_pairs": cached_attention.cached_attention,
         "ssd_scan_both": scan.ssd_scan_both, "ssd_scan_pairs": scan.ssd_scan_pairs,
@@ -45,5 +46,5 @@ def select(device, training=True):
 
 @functools.lru_cache(maxsize=1)
 def compiled_cross_entropy_tile():
-    """Compiled for a fixed number of columns, which is faster; the number of rows may change."""
+    """ops.cross_entropy_tile under torch.compile: the number of columns is fixed, the number of rows may vary."""
     return torch.compile(ops.cross_entropy_tile.plain)

@@ -1,15 +1,14 @@
 """
-Triton kernel: one active block against a long cache and itself. It replaces ops.cached_attention, and
-cached_attention_pairs of fast/plain.py, and is the inner loop of block-diffusion decoding. Inference only.
+Triton kernel: attention of one active block to a long cache and to itself. It replaces ops.cached_attention and
+plain.cached_attention_pairs. Inference only.
 
-The l tokens of the block, or m of them that are asked for, see all n prefix tokens and all of the block.
- 1. Split keys. One head has only m / M query tiles, too few to fill a GPU. So the keys are cut in `num_splits`
-    shares as well. A program attends to its own share and leaves (o, log-sum-exp); a second small kernel averages
-    them.
- 2. The length is read on the device. Grid and memory depend on shapes alone; each program reads lengths[b] and works
-    out its share. So one CUDA graph serves all lengths, and the shares stay even.
- 3. The hot loop has no mask. It takes only the full tiles of the cache; the ragged tail is one separate tile. Tiles
-    are M queries by N keys; statistics are fp32 and in base 2.
+The block has l tokens, of which m are queries (all, or some). Each query sees all n cached tokens and the whole block.
+ 1. Split keys. One head has only m / M query tiles, too few to fill a GPU. So the keys are cut into `num_splits`
+    shares. Each program attends to one share and writes its output and log-sum-exp. A second kernel combines them.
+ 2. The length is read on the device. Grid and memory depend on shapes only; each program reads lengths[b] and computes
+    its share from it. So one CUDA graph serves every length, and all shares have the same size.
+ 3. The main loop has no mask: it reads only full tiles of the cache. The partial last tile is handled after the loop.
+    A tile is M queries by N keys. Softmax statistics are fp32, in base 2.
 
     python -m pytest tests/kernels/test_kernels.py -k attention
 """
@@ -25,11 +24,11 @@ from fast.triton_tools import LOG2E, dot, operator, strides
 
 
 @triton.jit
-def rows(ptr, stride: tl.constexpr, left, d: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-         mask: tl.constexpr):
-    """Load R rows of d values as an (R, D) tile. With `mask`, rows from `left` on read as zero: a
-    cache holds anything past its length, NaN too, and 0 * NaN would come through p @ v. Tests on
-    constexprs vanish: d = 64 has no mask."""
+def load_rows(ptr, stride: tl.constexpr, left, d: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+              mask: tl.constexpr):
+    """Loads R rows of d values as an (R, D) tile. With `mask`, rows from `left` on are zero: past its length a
+    cache may hold NaN, and p @ v would spread it even where p is 0. The tests are on constexprs, so a kernel
+    for d = 64 has no mask at all."""
     r, c = tl.arange(0, R)[:, None], tl.arange(0, D)[None, :]
     if mask or d < D:
         return tl.load(ptr + r * stride + c, mask=(r < left) & (c < d), other=0.0)
@@ -39,19 +38,19 @@ def rows(ptr, stride: tl.constexpr, left, d: tl.constexpr, D: tl.constexpr, R: t
 
 @triton.jit
 def online_softmax(s, m, z, scale, left, N: tl.constexpr, mask: tl.constexpr):
-    """Fold the scores s of one tile into the running row maximum m and row sum z (of s * scale,
-    base 2). Scaling after the product keeps q exact and is free: one fused multiply-add."""
+    """Updates the running row maximum m and row sum z of s * scale (base 2) by the scores s of one tile. The
+    scale is applied after the product: q stays exact, and a fused multiply-add does it at no cost."""
     if mask:
         s = tl.where(tl.arange(0, N)[None, :] < left, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * scale)
     p = tl.exp2(s * scale - m_new[:, None])
-    alpha = tl.exp2(m - m_new)  # what everything summed so far is worth under the new maximum
+    alpha = tl.exp2(m - m_new)  # rescales earlier sums to the new maximum
     return p, m_new, z * alpha + tl.sum(p, 1), alpha
 
 
 @triton.jit
-def tile(q, k, v, acc, m, z, scale, left, N: tl.constexpr, mask: tl.constexpr):
-    """One whole step of flash attention: scores, softmax, values."""
+def attend_tile(q, k, v, acc, m, z, scale, left, N: tl.constexpr, mask: tl.constexpr):
+    """One tile of flash attention: scores, softmax, values."""
     s = dot(q, k.T)
     p, m, z, alpha = online_softmax(s, m, z, scale, left, N, mask)
     return dot(p.to(v.dtype), v, acc * alpha[:, None]), m, z
@@ -59,8 +58,8 @@ def tile(q, k, v, acc, m, z, scale, left, N: tl.constexpr, mask: tl.constexpr):
 
 @triton.jit
 def shares(n_ptr, b, cap, num_splits, l: tl.constexpr, N: tl.constexpr, least: tl.constexpr):
-    """Key tiles of batch row b: those of the prefix, then those of the block itself, cut in even
-    shares of at least `least`, lest a short prefix be spread over programs with nothing to do."""
+    """Splits the key tiles of batch row b (first the prefix, then the block) into equal shares of at least
+    `least` tiles. -> prefix length, prefix tiles, all tiles, tiles in a share"""
     n = tl.minimum(tl.load(n_ptr + b), cap)
     cached = tl.cdiv(n, N)
     total = cached + tl.cdiv(l, N)
@@ -73,7 +72,7 @@ def attend_kernel(q_ptr, kc_ptr, vc_ptr, n_ptr, ko_ptr, vo_ptr, o_ptr, lse_ptr,
                   cl: tl.constexpr, kl: tl.constexpr, vl: tl.constexpr, align: tl.constexpr,
                   h: tl.constexpr, m: tl.constexpr, l: tl.constexpr, d: tl.constexpr, D: tl.constexpr,
                   caches: tl.constexpr, M: tl.constexpr, N: tl.constexpr, least: tl.constexpr, stages: tl.constexpr):
-    # Query tiles run fastest: programs that read the same keys start together, and share L2.
+    # The query tile is the fastest grid axis: programs that read the same keys run together and share L2.
     i, bh, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, head = (bh // h).to(tl.int64), (bh % h).to(tl.int64)  # 64 bits: b * h * cap * d is large
     n, cached, total, share = shares(n_ptr, b, cap, num_splits, l, N, least)
@@ -81,35 +80,35 @@ def attend_kernel(q_ptr, kc_ptr, vc_ptr, n_ptr, ko_ptr, vo_ptr, o_ptr, lse_ptr,
     if lo >= hi:
         return
 
-    # Every row starts at a multiple of `align` values, so that loads can be wide for any d.
+    # Every row starts at a multiple of `align` values. With this hint Triton uses wide loads for any d.
     q_ptr += tl.multiple_of(b * qb + head * qh, align)
     kc_ptr += tl.multiple_of(b % caches * cb + head * ch, align)
     vc_ptr += tl.multiple_of(b % caches * cb + head * ch, align)
     ko_ptr += tl.multiple_of(b * kb + head * kh, align)
     vo_ptr += tl.multiple_of(b * vb + head * vh, align)
-    q = rows(q_ptr + i * M * ql, ql, m - i * M, d, D, M, m % M > 0)
+    q = load_rows(q_ptr + i * M * ql, ql, m - i * M, d, D, M, m % M > 0)
     acc, z = tl.zeros([M, D], tl.float32), tl.zeros([M], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
     step = tl.full([], N * cl, tl.int64)  # from one tile of the cache to the next
 
     # 1. Full tiles of the cache.
     for t in tl.range(lo, tl.minimum(n // N, hi), num_stages=stages):
-        k = rows(kc_ptr + t * step, cl, N, d, D, N, False)
-        v = rows(vc_ptr + t * step, cl, N, d, D, N, False)
-        acc, top, z = tile(q, k, v, acc, top, z, scale, N, N, False)
+        k = load_rows(kc_ptr + t * step, cl, N, d, D, N, False)
+        v = load_rows(vc_ptr + t * step, cl, N, d, D, N, False)
+        acc, top, z = attend_tile(q, k, v, acc, top, z, scale, N, N, False)
 
-    # 2. The tail of the cache, if the prefix is no multiple of N and the tail is in this share.
+    # 2. The partial last tile of the cache, if there is one and it is in this share.
     t = n // N
     if (lo <= t) & (t < tl.minimum(hi, cached)):
-        k = rows(kc_ptr + t * step, cl, n - t * N, d, D, N, True)
-        v = rows(vc_ptr + t * step, cl, n - t * N, d, D, N, True)
-        acc, top, z = tile(q, k, v, acc, top, z, scale, n - t * N, N, True)
+        k = load_rows(kc_ptr + t * step, cl, n - t * N, d, D, N, True)
+        v = load_rows(vc_ptr + t * step, cl, n - t * N, d, D, N, True)
+        acc, top, z = attend_tile(q, k, v, acc, top, z, scale, n - t * N, N, True)
 
     # 3. The block itself.
     for t in tl.range(tl.maximum(lo - cached, 0), hi - cached, num_stages=2):
-        k = rows(ko_ptr + t * N * kl, kl, l - t * N, d, D, N, l % N > 0)
-        v = rows(vo_ptr + t * N * vl, vl, l - t * N, d, D, N, l % N > 0)
-        acc, top, z = tile(q, k, v, acc, top, z, scale, l - t * N, N, l % N > 0)
+        k = load_rows(ko_ptr + t * N * kl, kl, l - t * N, d, D, N, l % N > 0)
+        v = load_rows(vo_ptr + t * N * vl, vl, l - t * N, d, D, N, l % N > 0)
+        acc, top, z = attend_tile(q, k, v, acc, top, z, scale, l - t * N, N, l % N > 0)
 
     r, c = i * M + tl.arange(0, M), tl.arange(0, D)
     # o is (split, b, m, h, d), lse (split, b, m, h).
@@ -124,8 +123,8 @@ def attend_kernel(q_ptr, kc_ptr, vc_ptr, n_ptr, ko_ptr, vo_ptr, o_ptr, lse_ptr,
 def combine_kernel(part_ptr, lse_ptr, o_ptr, n_ptr, cap, num_splits, h: tl.constexpr,
                    m: tl.constexpr, l: tl.constexpr, d: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
                    R: tl.constexpr, N: tl.constexpr, least: tl.constexpr):
-    """Mean of the splits' results, weighted by 2^lse, for R rows (of b, m, h). A loop over splits:
-    their loads do not depend on each other, so all are in flight at once."""
+    """Mean of the splits' outputs, weighted by 2^lse, for R of the (b, m, h) rows. The loop over splits is
+    unrolled; its loads are independent, so all are in flight at once."""
     b = tl.program_id(1).to(tl.int64)
     _, _, total, share = shares(n_ptr, b, cap, num_splits, l, N, least)
     live = tl.cdiv(total, share)  # the other splits had no keys and wrote nothing
@@ -146,14 +145,15 @@ def combine_kernel(part_ptr, lse_ptr, o_ptr, n_ptr, cap, num_splits, h: tl.const
              mask=(r < m * h)[:, None] & (c < d))
 
 
-# A commit has two rows to a cache. Up to so many tokens in it, the shares of both fit on a GPU at once; with
-# more, those of one do: twice as many, in two waves that are fuller.
+# A commit runs two rows against each cache: the finished block and the active block. Up to this cache length,
+# num_splits is chosen so that the programs of both rows fit on the GPU at once. For longer caches it is chosen so
+# that the programs of one row fit: twice as many splits, which run in two fuller waves.
 SHORT_CACHE = 8192
 
 
 def block_attention_splits(b, m, l, h, cap, device, M, N, warps, least):
-    """As many shares as there are programs that run at once (8 warps per multiprocessor), with
-    enough to do."""
+    """How many shares the keys are cut into: as many as programs run at once (8 warps per multiprocessor), but at
+    most 32, and not so many that a share has fewer than `least` tiles."""
     cuda = device.type == "cuda"
     sms = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 132
     slots = sms * (8 // warps) // (b * h * triton.cdiv(m, M))
@@ -163,19 +163,19 @@ def block_attention_splits(b, m, l, h, cap, device, M, N, warps, least):
 @operator(lambda q, *_: q.new_empty(q.shape))
 def block_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, k_own: Tensor,
                     v_own: Tensor, num_splits: int = 0) -> Tensor:
-    """softmax(q [k_cache[:n], k_own]^T / sqrt(d)) [v_cache[:n], v_own] with n = lengths[b];
-    inference only. q (b, m, h, d), k_own and v_own (b, l, h, d), any strides but the last; caches
-    (c, h, cap, d), of which row i reads i mod c; lengths (b,) int64 -> (b, m, h, d)"""
+    """softmax(q [k_cache[:n], k_own]^T / sqrt(d)) [v_cache[:n], v_own] with n = lengths[b]. q (b, m, h, d); k_own
+    and v_own (b, l, h, d); k_cache and v_cache (c, h, cap, d), row i reads cache i mod c; lengths (b,) int64.
+    The last dimension of each is contiguous. -> (b, m, h, d). No gradients."""
     (b, m, h, d), l, (c, _, cap, _) = q.shape, k_own.shape[1], k_cache.shape
     assert k_cache.shape == v_cache.shape == (c, h, cap, d) and b % c == 0
     assert k_cache.stride() == v_cache.stride()
     assert all(x.stride(-1) == 1 and x.dtype == q.dtype
                for x in (q, k_cache, v_cache, k_own, v_own))
-    # Offsets into caches have 64 bits; those inside one row's block have 32.
+    # The kernel computes offsets into caches in 64 bits, offsets inside one row's block in 32.
     assert max(m, l) * max(x.stride(1) for x in (q, k_own, v_own)) < 2 ** 31
     D, least = max(16, triton.next_power_of_2(d)), 2
-    M, N, warps, stages = 128, 64, 4, 3         # swept on an H200: 440 TFLOP/s at 262,144 keys
-    if q.dtype == torch.float32:                # exact fp32 products: for tests
+    M, N, warps, stages = 128, 64, 4, 3         # the fastest of those tried on an H200
+    if q.dtype == torch.float32:                # for tests: exact fp32 products, in smaller tiles
         M, N, stages = 64, 32, 2
     M = min(M, max(16, triton.next_power_of_2(m)))
     warps = min(warps, M // 16)
@@ -200,10 +200,11 @@ def block_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor
 
 def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
     """
-    As ops.cached_attention, and as plain.cached_attention_pairs: caches may be (c, h, max_len, e) for more rows than c,
-    where row i reads cache i mod c, and of a single block q may hold any number of queries, which all see the same.
-    The kernel takes one block at a time. Of several blocks all but the last are written to the cache here, in the
-    place where the caller is going to write them; then every row must have a cache of its own.
+    Replaces ops.cached_attention and plain.cached_attention_pairs. There may be fewer caches c than rows; row i then
+    reads cache i mod c. With a single block, q may hold only some of its queries.
+
+    The kernel takes one block at a time. If there are several blocks, each but the last is first written to the cache,
+    so that the next one sees it. The caller will write the same values to the same place. This needs a cache per row.
     """
     if k_cache.shape[2] == 0 and k.shape[2] == block_len:
         return F.scaled_dot_product_attention(q, k, v)
@@ -213,7 +214,7 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
         if i:
             at = lengths[:, None] + torch.arange(i - block_len, i, device=q.device)
             k_cache[rows, :, at], v_cache[rows, :, at] = k[:, i - block_len:i], v[:, i - block_len:i]
-        own, held = slice(i, i + block_len), lengths + i if i else lengths  # adding 0 would launch a kernel
-        mine = q[:, own] if k.shape[1] > block_len else q
-        outs.append(block_attention(mine, k_cache, v_cache, held, k[:, own], v[:, own]))
+        own, held = slice(i, i + block_len), lengths + i if i else lengths  # lengths + 0 would launch a kernel
+        queries = q[:, own] if k.shape[1] > block_len else q
+        outs.append(block_attention(queries, k_cache, v_cache, held, k[:, own], v[:, own]))
     return (outs[0] if len(outs) == 1 else torch.cat(outs, 1)).transpose(1, 2)

@@ -1,10 +1,10 @@
 """
-Triton kernels of the short causal convolution and its SiLU, with carried columns.
+Triton kernels of the short causal convolution and its SiLU, with a carried state of w - 1 columns.
 
-  causal_conv        replaces ops.causal_conv; its backward is one pass
-  causal_conv_both   two directions at once, for generation (plain twin in fast/plain.py)
+  causal_conv        replaces ops.causal_conv; its backward is one kernel
+  causal_conv_both   replaces plain.causal_conv_both: two directions at once, for generation
 
-The convolution shares nothing with the scan: it is bound by memory, the scan by registers and products.
+The convolution is bound by memory, so it is not fused with the scan, which is bound by registers and products.
 
 Without a GPU, Triton's interpreter tests them:    python -m pytest tests/kernels/test_kernels.py -k conv
 Time them on one, in whole models:                 python bench.py train --only=['mamba_h_350m']
@@ -19,27 +19,28 @@ from torch import Tensor
 from fast.triton_tools import differentiable, like, operator, rowwise, strides
 
 # For each channel, out_i = silu(a_i) with a_i = bias + sum_j weight_j u_{i-w+1+j}; `initial` holds
-# the w - 1 columns before u_0. Memory is what takes time, so a program reads everything once: it
-# walks along the positions, the backward from the end, and keeps the last w of everything in
-# registers. Positions times strides within a row are 32-bit numbers.
+# the w - 1 columns before u_0. Memory bounds the kernels, so a program reads each value once: it
+# walks along the positions (the backward from the end) and keeps the last w values in registers.
+# Offsets within a row are 32-bit numbers.
 
-# Groups of w positions in a piece, pieces in a program, warps: measured on an H200. In the forward,
-# programs that run together read neighbouring channels, in less than half the time of the other
-# order. Pieces / R is an axis of the grid, so there may be 33 million positions at most.
+# (groups of w positions in a piece, pieces in a program, warps), the fastest on an H200. The forward's
+# fastest grid axis is the channels, so programs that run together read neighbouring memory. Pieces / R
+# is a grid axis of at most 65,535, which allows 33 million positions.
 FORWARD, FORWARD_FEW, BACKWARD = (16, 8, 4), (1, 2, 1), (32, 8, 4)
-FEW = 4096  # up to so many positions a GPU is not full, and the shortest walk is the fastest
+FEW = 4096  # up to this many positions do not fill a GPU; the shortest pieces are then the fastest
 
 
 def check_row(u):
     s, step = u.shape[1], u.stride(1)
     assert s * step < 2 ** 31, (
         f"a row of {s} positions, {step} elements apart, is too long for the convolution kernels: "
-        "within a row they count elements in 32 bits")
+        "positions x distance must be below 2^31, because offsets within a row have 32 bits")
 
 
 @triton.jit
 def columns(u, initial, at, kc, ok, s, sul, sil, W: tl.constexpr):
-    """u at positions `at` of s: zeros beyond, `initial` (else zeros) before. -> (at, kc)"""
+    """Loads u at positions `at`, channels kc: an (at, kc) tile. Positions past s are zeros; those before 0 come
+    from `initial`, or are zeros without it."""
     if initial is not None:
         u = tl.where(at >= 0, u + at * sul, initial + (at + W - 1) * sil)
     else:
@@ -66,8 +67,8 @@ def weighted(w, values, W: tl.constexpr):
 @triton.jit
 def conv_kernel(u, weight, bias, initial, out, rows, s, c, sur, sul, suw, sir, sil,
                 W: tl.constexpr, T: tl.constexpr, R: tl.constexpr, K: tl.constexpr):
-    """R pieces of T positions by K channels of one way, each from start to end. As in
-    `tiles_kernel`, the second way runs from the row's end to its start, from zeros."""
+    """R pieces of T positions by K channels of one direction (`way`). Way 0 walks from a row's start to its end,
+    way 1 from the end to the start, beginning with zeros."""
     piece = tl.program_id(1) * R + tl.arange(0, R)
     row, start = (piece // tl.cdiv(s, T)).to(tl.int64), piece % tl.cdiv(s, T) * T
     kc, way, ways = tl.program_id(0) * K + tl.arange(0, K), tl.program_id(2), tl.num_programs(2)
@@ -77,14 +78,14 @@ def conv_kernel(u, weight, bias, initial, out, rows, s, c, sur, sul, suw, sir, s
     u, sul = u + row * sur + way * suw + end * sul, sul * sign
     if initial is not None:
         initial += row * sir
-    us = (tl.zeros((R, K), tl.float32),)  # the first of us is never used
+    us = (tl.zeros((R, K), tl.float32),)  # the last W values of u; the first one here is a placeholder
     for j in tl.static_range(1, W):
         i = start - W + j
         stored = ok & ((i >= 0) | (way == 0))[:, None]
         us += (columns(u, initial, i, kc, stored, s, sul, sil, W).to(tl.float32),)
     out += ((row * s + end) * ways + way) * c
     for t in range(0, T, W):
-        new = ()  # the loads of w steps together, so that memory has enough to do
+        new = ()  # issue the loads of W positions together
         for j in tl.static_range(W):
             new += (columns(u, None, start + t + j, kc, ok, s, sul, 0, W),)
         for j in tl.static_range(W):
@@ -97,7 +98,7 @@ def conv_kernel(u, weight, bias, initial, out, rows, s, c, sur, sul, suw, sir, s
 
 @triton.jit
 def conv_back_step(u, dout, us, das, w, b, W: tl.constexpr):
-    """One position to the left: `us` is then u at i-w+1..i and `das` da at i+w-1..i."""
+    """Moves one position to the left, to i: `us` becomes u at i-w+1..i, and `das` becomes da at i+w-1..i."""
     us = (u.to(tl.float32),) + us[:W - 1]
     a = b + weighted(w, us, W)
     sig = tl.sigmoid(a)
@@ -110,8 +111,8 @@ def conv_backward_kernel(u, weight, bias, initial, dout, du, dparams, dinitial, 
                          W: tl.constexpr, T: tl.constexpr, R: tl.constexpr, K: tl.constexpr):
     """R pieces of T positions by K channels, each from end to start, with da_i = dout_i silu'(a_i):
         du_i = sum_j weight_j da_{i+w-1-j}        dweight_j = sum_i da_i u_{i-w+1+j}
-    First come the w - 1 positions that follow the piece; they only give their da. `dparams`
-    (programs, w + 1, c) gets this program's share of dweight and, last, dbias."""
+    It starts with the w - 1 positions after the piece, for their da only. `dparams` (programs, w + 1, c) gets this
+    program's part of dweight and, in its last row, of dbias."""
     piece = tl.program_id(0) * R + tl.arange(0, R)
     row, end = (piece // tl.cdiv(s, T)).to(tl.int64), (piece % tl.cdiv(s, T) + 1) * T
     kc = tl.program_id(1) * K + tl.arange(0, K)
@@ -122,7 +123,7 @@ def conv_backward_kernel(u, weight, bias, initial, dout, du, dparams, dinitial, 
         initial += row * sir
     zero = tl.zeros((R, K), tl.float32)
     us, das, dw, db = (), (), (), zero
-    for j in tl.static_range(W):  # the last of us is never used
+    for j in tl.static_range(W):  # the last of us is a placeholder
         uj = columns(u, initial, end + j, kc, ok, s, sul, sil, W)
         us, das, dw = us + (uj.to(tl.float32),), das + (zero,), dw + (zero,)
     for j in tl.static_range(1, W):
@@ -131,7 +132,7 @@ def conv_backward_kernel(u, weight, bias, initial, dout, du, dparams, dinitial, 
         us, das = conv_back_step(uj, columns(dout, None, i, kc, ok, s, sol, 0, W),
                                  us, das, w, b, W)
     for t in tl.range(0, T, W, num_stages=3):
-        new, douts = (), ()  # the loads of w steps together, so that memory has enough to do
+        new, douts = (), ()  # issue the loads of W positions together
         for j in tl.static_range(W):
             i = end - 1 - t - j
             new += (columns(u, initial, i - W + 1, kc, ok, s, sul, sil, W),)
@@ -145,7 +146,7 @@ def conv_backward_kernel(u, weight, bias, initial, dout, du, dparams, dinitial, 
             for k in tl.static_range(W):
                 sums += (dw[k] + us[k] * das[W - 1],)
             dw, db = sums, db + das[W - 1]
-    if initial is not None:  # a row's first piece walks on over `initial`, whose da are zero
+    if initial is not None:  # a row's first piece goes on into `initial`, where da is zero
         for j in tl.static_range(1, W):
             das = das[1:] + (zero,)
             at = (dinitial + (row * (W - 1) + W - 1 - j) * c)[:, None] + kc[None, :]
@@ -171,7 +172,7 @@ def causal_conv_forward(u: Tensor, weight: Tensor, bias: Tensor,
 
 
 def conv_backward_into(du, dout, u, weight, bias, initial):
-    """Writes into du, of any strides but the last. -> dweight, dbias, dinitial"""
+    """Writes the gradient of u into du (last dimension contiguous). -> dweight, dbias, dinitial"""
     (r, s, c), (dweight, dbias, dinitial) = u.shape, like(weight, bias, initial)
     dout, W, K = rowwise(dout), weight.shape[1], 64
     for v in (u, dout, du):
@@ -198,15 +199,14 @@ differentiable(causal_conv_forward, causal_conv_backward)
 
 
 def causal_conv(u, weight, bias, initial=None):
-    """u (r, s, c) of any strides but the last, weight (c, w), bias (c), initial (r, w - 1, c) or
-    None: zeros. -> (r, s, c) in the dtype of u; sums are fp32. Differentiable in all four."""
+    """As ops.causal_conv, and initial may be None for zeros. u (r, s, c), weight (c, w), bias (c), initial
+    (r, w - 1, c) -> (r, s, c) in the dtype of u. Sums are fp32. Differentiable in all four arguments."""
     initial = None if initial is None else rowwise(initial.to(u.dtype))
     return causal_conv_forward(rowwise(u), weight.contiguous(), bias.contiguous(), initial)
 
 
 def causal_conv_both(u, weight, bias, initial):
-    """The convolutions of two ways, each over channels of its own: way 0 forward from initial
-    (r, w - 1, c), way 1 from the last position back to the first, from zeros. u (r, s, 2, c),
-    weight (2, c, w), bias (2, c) -> (r, s, 2, c). No gradients."""
+    """As plain.causal_conv_both: direction 0 runs forward from initial (r, w - 1, c), direction 1 runs backward from
+    zeros. u (r, s, 2, c), weight (2, c, w), bias (2, c) -> (r, s, 2, c). No gradients."""
     return causal_conv_forward(rowwise(u), weight.contiguous(), bias.contiguous(),
                                rowwise(initial.to(u.dtype)))

@@ -1,8 +1,8 @@
 """
-The fast engines: denoising steps with prepared weights (inference.py), on a GPU recorded as CUDA graphs.
+The fast engines: denoising steps with prepared weights (inference.py), recorded as CUDA graphs on a GPU.
 
 `FastDecoder` has the methods of sample.Decoder and draws the same tokens. A step reads the prefix length on the device,
-so the same graph serves every block, and the host only replays it.
+so the host replays the same graph for every block.
 
     python -m pytest tests/test_sample.py -k fused              on a CPU, without graphs
     python -m pytest tests/kernels/test_gpu.py -k graphs        on a GPU
@@ -20,18 +20,18 @@ from model import take
 
 class FastDecoder:
     """
-    Unmasks one block after another. `commit` only remembers the finished block: it is committed in one pass with the
-    first step of the next, so cache.lengths is one block behind until then. Hence `begin`, and `flush` before anyone
-    else reads the cache.
+    Unmasks one block after another. `commit` only stores the finished block; the first step of the next block commits
+    it in the same forward pass. Until then cache.lengths is one block behind: `begin` counts the stored block, and
+    `flush` must be called before other code reads the cache.
     """
 
     def __init__(self, model, cache, sampler, block_len, graphs):
-        """model: what inference_model returns; cache: empty; graphs: whether to record the steps."""
+        """model: from inference_model; cache: an empty one; graphs: whether to record steps as CUDA graphs."""
         self.model, self.cache, self.passes, self.block_len = model, cache, 0, block_len
         self.block = ActiveBlock(len(sampler.seeds), block_len, sampler, cache.lengths.device,
                                  model.config.time_conditioning)
         self.finished, self.pending = self.block.xt.clone(), False
-        self.graphs = {}                                # {whether it commits first: CUDA graph of a step}
+        self.graphs = {}                                # whether the step also commits -> its CUDA graph
         if graphs:
             self.capture()
 
@@ -41,7 +41,7 @@ class FastDecoder:
 
     @property
     def begin(self):
-        """(b,) tokens before the active block."""
+        """Number of tokens before the active block (b,)."""
         return self.cache.lengths + self.block_len if self.pending else self.cache.lengths
 
     def decode(self, xt, n_masked, on_step=None):
@@ -54,7 +54,7 @@ class FastDecoder:
         return self.block.xt
 
     def step(self):
-        """One denoising step, and with it the commit that is pending."""
+        """One denoising step. It also commits the pending block, if there is one."""
         if self.graphs:
             self.graphs[self.pending].replay()
         else:
@@ -63,33 +63,35 @@ class FastDecoder:
         self.passes += 1
 
     def commit(self, x0):
-        """Takes the finished block x0 (b, l), to be committed with the next step."""
+        """Stores the finished block x0 (b, l). The next step commits it."""
         self.flush()
         self.finished.copy_(x0)
         self.pending = True
 
     def flush(self):
-        """Commits the finished block now, in a pass of its own."""
+        """Commits the pending block now, in its own forward pass."""
         if self.pending:
             self.model.commit(self.finished, self.cache)
             self.pending = False
             self.passes += 1
 
     def denoise(self, commit):
-        """What a step launches. The last layer and the head work on the positions alone that may be revealed."""
+        """The work of one step, plain or recorded. The last layer and the head compute only the positions `at` that
+        the step may reveal; at is None when they are not known beforehand."""
         block, at = self.block, self.block.positions()
         t = block.noise_level()
         if commit:
             hidden = self.model.commit_and_denoise_hidden(self.finished, block.xt, self.cache, t, at)
         else:
             hidden = self.model.denoise_hidden(block.xt, self.cache, t, at)
-        # If positions are known beforehand, hidden holds just these; else all, of which `reveal` asks for some at a time.
+        # `reveal` asks for logits, perhaps of a few positions at a time. `hidden` holds exactly the positions asked for
+        # when they were known beforehand, and all of the block otherwise.
         held = hidden.size(1)
         block.reveal(lambda at: self.model.token_logits(hidden if at.size(1) == held else take(hidden, at)))
 
     def capture(self):
-        """Records both kinds of step. The cache must be empty, and is afterwards. Whatever a first call compiles, tunes
-        or loads happens here, so the first block takes as long as any other."""
+        """Records a step without and a step with a commit. The cache must be empty, and is empty afterwards. All lazy
+        compilation, tuning and loading happens here, so the first block is as fast as the others."""
         self.block.start(self.block.xt.clone(), self.begin)
         for commit in (False, True) if self.cache.max_len else (False,):
             graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -100,7 +102,7 @@ class FastDecoder:
                     self.denoise(commit)
             torch.cuda.current_stream().wait_stream(side)
             self.clear()
-            # A recording that fails leaves its own stream as the current one; the outer context restores ours.
+            # If the recording fails, its stream stays the current one; the outer context restores ours.
             with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
                 self.denoise(commit)
             self.graphs[commit] = graph
@@ -115,8 +117,8 @@ class FastDecoder:
 
 def new_decoder(wanted, model, cache, sampler, block_len):
     """
-    Builds the FastDecoder of an engine. "graphs": its steps are CUDA graphs; ConfigError where they cannot be recorded.
-    "auto": graphs too, but where they cannot be recorded it prints why, once, and runs without. "fused": no graphs.
+    Builds the FastDecoder of an engine. "graphs": CUDA graphs, or a ConfigError if they cannot be recorded. "auto":
+    CUDA graphs; if they cannot be recorded, prints the reason once and runs without them. "fused": no CUDA graphs.
     """
     if wanted == "graphs" and cache.max_len and "cached_attention" not in ops.FAST:
         raise ConfigError("no CUDA graphs: they need the Triton kernels (--kernels=auto, pip install triton)")

@@ -1,10 +1,10 @@
 """
-Triton kernels for what follows the logits of a decoding step.
+Triton kernels that draw the tokens of a denoising step from its logits.
 
-  uniform         replaces ops.uniform: one kernel, where Philox's ten rounds in PyTorch are more than a hundred
-  gumbel_argmax   replaces ops.gumbel_argmax. The noise is made where it is used, so that only the logits are read,
-                  and only once. It is fp32, but as exact where it is large as anywhere else.
-  unmask          replaces decoders.unmask: writes drawn tokens where masks are, and looks up the next positions
+  uniform         replaces ops.uniform by one kernel. In PyTorch, Philox's ten rounds are more than a hundred kernels.
+  gumbel_argmax   replaces ops.gumbel_argmax. The noise is computed in registers, so memory traffic is one read of the
+                  logits. Noise is fp32, with full relative precision even in its tail, where it is large.
+  unmask          replaces decoders.unmask: writes drawn tokens over masks and looks up the next positions
 
 Without a GPU, Triton's interpreter tests them:    python -m pytest tests/kernels/test_kernels.py -k "draw or unmask"
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fast.triton_tools import operator, rowwise
 
-SHARE, TILE = 512, 256  # pairs of logits of one program, and of one turn of its loop
+SHARE, TILE = 512, 256  # pairs of logits per program, and per iteration of its loop
 
 
 @triton.jit
@@ -30,16 +30,17 @@ def uniform_kernel(out, stream, seed, step, begin, n, N: tl.constexpr):
 
 @triton.jit
 def gumbel(high, low):
-    """-log(-log(1 - u)), fp32, for a u of 52 random bits. Noise is large where u is small: there fp32 holds all
-    digits of u, and a series those of log(1 - u). The smallest noise, once in 3e7 draws, is -2.85."""
+    """-log(-log(1 - u)) in fp32, for u with 52 random bits. The noise is large where u is small. There fp32 holds u
+    exactly enough, and a series keeps the digits of log(1 - u). 1 - u is at least 2^-25, so noise is at least -2.85;
+    one draw in 3e7 meets that limit."""
     u = high.to(tl.float32) * 2.0 ** -32 + ((low >> 12).to(tl.float32) + 0.5) * 2.0 ** -52
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6 + u * (1 / 7 + u / 8)))))))
     return -tl.log(tl.where(u < 0.125, series, -tl.log(tl.maximum(1 - u, 2.0 ** -25))))
 
 
 @triton.jit
-def better(best, token, logits, k, v, high, low):
-    """The best of each lane and its token, after logits of tokens k and their noise."""
+def update_best(best, token, logits, k, v, high, low):
+    """Adds noise to the logits of tokens k and updates each lane's maximum `best` and its token."""
     x = tl.load(logits + k, mask=k < v, other=float("-inf")).to(tl.float64) + gumbel(high, low).to(tl.float64)
     return tl.maximum(x, best), tl.where(x > best, k, token)
 
@@ -47,7 +48,8 @@ def better(best, token, logits, k, v, high, low):
 @triton.jit
 def gumbel_argmax_kernel(logits, at, seed, step, begin, value, index, m, v, half, stride,
                          SHARE: tl.constexpr, TILE: tl.constexpr):
-    """The best of SHARE pairs of logits of one position, and where it is."""
+    """The largest logit plus noise among SHARE pairs of tokens at one position, and its token. A pair is tokens k
+    and k + half, because one Philox call gives the noise of two tokens."""
     row, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, logits = row // m, logits + row * stride
     key, position = tl.load(seed + b), tl.load(at + row).to(tl.int32)
@@ -57,8 +59,8 @@ def gumbel_argmax_kernel(logits, at, seed, step, begin, value, index, m, v, half
     for i in range(share * SHARE, tl.minimum(share * SHARE + SHARE, half), TILE):
         k = i + tl.arange(0, TILE)
         r0, r1, r2, r3 = tl.philox(key, k, position, now, where)
-        best, token = better(best, token, logits, k, half, r0, r1)
-        best, token = better(best, token, logits, k + half, v, r2, r3)
+        best, token = update_best(best, token, logits, k, half, r0, r1)
+        best, token = update_best(best, token, logits, k + half, v, r2, r3)
     top, out = tl.max(best, 0), row * tl.num_programs(1) + share
     tl.store(value + out, top)
     tl.store(index + out, tl.min(tl.where(best == top, token, v - 1), 0).to(tl.int64))
@@ -66,7 +68,7 @@ def gumbel_argmax_kernel(logits, at, seed, step, begin, value, index, m, v, half
 
 @triton.jit
 def best_kernel(value, index, out, shares, v, S: tl.constexpr):
-    """Where the best of all shares of a row is."""
+    """The token of the largest value among all shares of a row."""
     row, k = tl.program_id(0), tl.arange(0, S)
     best = tl.load(value + row * shares + k, mask=k < shares, other=float("-inf"))
     at = tl.load(index + row * shares + k, mask=k < shares, other=0)
@@ -75,7 +77,7 @@ def best_kernel(value, index, out, shares, v, S: tl.constexpr):
 
 @triton.jit
 def unmask_kernel(xt, positions, drawn, permutation, offset, mask, l, n, p, P: tl.constexpr):
-    """One row's p tokens."""
+    """Writes the p drawn tokens of one row over masks. Then `positions` gets the next ones, and `offset` grows by p."""
     row, j = tl.program_id(0).to(tl.int64), tl.arange(0, P)
     ok = j < p
     ptr = xt + row * l + tl.load(positions + row * p + j, mask=ok, other=0)
@@ -83,7 +85,7 @@ def unmask_kernel(xt, positions, drawn, permutation, offset, mask, l, n, p, P: t
     tl.store(ptr, tl.load(drawn + row * p + j, mask=ok, other=0), mask=ok & (held == mask))
     next_offset = tl.load(offset + row) + p
     after = tl.load(permutation + row * n + next_offset + j, mask=ok, other=0)
-    tl.debug_barrier()  # all have read what is written now
+    tl.debug_barrier()  # all threads have read `positions` and `offset` before they are overwritten
     tl.store(positions + row * p + j, after, mask=ok)
     tl.store(offset + row, next_offset)
 

@@ -1,14 +1,14 @@
 """
-`inference_model` rearranges weights for generation. The results are equal up to rounding.
-  1. Constant modulation, of models without timestep conditioning, is folded into norms and projections.
-  2. Both directions of a Mamba layer (eq. partial-reverse) become one mixer of double width.
-  3. Products of few rows are cut in two, and take the GELU after them in.
-  4. Each addition to the residual stream is made by the norm that reads it next.
-  5. A finished block is committed in the same pass as the first step of the next block.
-  6. The last layer works on the positions alone that the step may reveal.
+`inference_model` prepares a model for generation. Its results equal the plain model's up to rounding.
+  1. Without timestep conditioning, modulation is constant: it is folded into norms and projections.
+  2. Both directions of a Mamba layer (eq. partial-reverse) run as one mixer of double width.
+  3. Matrix products with few rows are split in two; the MLP's first product also applies the GELU.
+  4. Additions to the residual stream are fused with the norm that follows them.
+  5. A finished block is committed in the same forward pass as the first step of the next block.
+  6. The last layer computes only the positions that the step may reveal.
 
     python -m pytest tests/test_sample.py -k fused      prepared weights give the same tokens
-    python bench.py sample                              what they save
+    python bench.py sample                              generation speed
 """
 import copy
 import importlib.util
@@ -20,14 +20,14 @@ import ops
 from fast import plain
 from model import Attention, BlockDiffusionLM, Layer, ModelError, cast_for_inference, modulate, take
 
-FEW_ROWS = 512                          # an active block and the one that is committed with its first step
-CUT_ON = ("cuda",)                      # devices on which products of few rows are cut in parts
+FEW_ROWS = 512                          # rows of two blocks of 256: a finished one and the active one
+CUT_ON = ("cuda",)                      # devices on which products with few rows are split
 
 
 def linear_in_parts(x, weight, ways=1):
-    """Returns P partial products (P, ..., d) that sum to x W^T. x (..., k), weight (d, k). On a GPU a product of few
-    rows is cut in two: two short sums keep more of it busy than one long sum, and the addition that follows adds both
-    at no cost. ways=2: x joins two inputs, whose products must stay apart."""
+    """Returns P partial products (P, ..., d) that sum to x W^T. x (..., k), weight (d, k). On a GPU, a product with
+    few rows is split along k into two, which occupies more of the GPU; the residual addition sums them at no cost.
+    ways=2: x is two inputs side by side, which still need different norms, so their products stay separate."""
     rows, k = x.numel() // x.size(-1), x.size(-1)
     cut = x.device.type in CUT_ON and rows <= FEW_ROWS and k % 16 == 0
     parts = 2 if cut else ways
@@ -39,44 +39,45 @@ def linear_in_parts(x, weight, ways=1):
 
 
 def linear_gelu(x, weight, bias):
-    """gelu(x W^T + b), the tanh form, with cuBLASLt doing the GELU: a pass less over the result."""
-    if not x.is_cuda:                                   # where the call below takes the other form
+    """gelu(x W^T + b), the tanh form. On a GPU cuBLASLt applies the GELU inside the product."""
+    if not x.is_cuda:                                   # on a CPU the call below computes the erf form
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")
     y = torch._addmm_activation(bias, x.reshape(-1, x.size(-1)), weight.t(), use_gelu=True)
     return y.view(*x.shape[:-1], -1)
 
 
 # ----------------------------------------------------------------------------------------------
-# Mixers. They return (parts, power): partial products that are still to be summed, and the mean squares of a norm that
-# is still to be applied, or None. plain.join_parts makes the sum. at (b, m): positions to return; None: all of them.
+# Mixers. They return (parts, power), which plain.join_parts turns into the mixer's output. parts (P, b, m, d): partial
+# products to be summed. power: mean squares for an RMS norm that each part still lacks, or None if none is due.
+# at (b, m): the positions to compute; None: all of them.
 
 class InferenceAttention:
-    """The two paths of an Attention; its output projection comes in parts."""
+    """Generation with a model.Attention: `denoise`, and `commit_and_denoise` of two blocks in one pass."""
 
     def __init__(self, mixer):
         self.mixer = mixer
 
     def project(self, u, rope):
-        """As Attention.project, with the tables of InferenceModel.active_rope: queries and keys are rotated together,
-        so that few kernels are launched."""
+        """As Attention.project, but with the tables of InferenceModel.active_rope: queries and keys are rotated
+        together, which launches fewer kernels."""
         qkv = self.mixer.qkv(u).unflatten(-1, (3, self.mixer.n_head, -1)).permute(2, 0, 3, 1, 4)   # (3, b, h, l, e)
         qk, (cos, sin) = qkv[:2], rope
-        halves = qk.unflatten(-1, (2, -1)).flip(-2).flatten(-2)                # the second half of a head comes first
+        halves = qk.unflatten(-1, (2, -1)).flip(-2).flatten(-2)                # both halves of each head swapped
         return *torch.addcmul(qk * cos, halves, sin).to(u.dtype), qkv[2]
 
     def merge(self, y):
         return linear_in_parts(y.transpose(1, 2).flatten(2), self.mixer.out_proj.weight), None
 
     def denoise(self, u, state, lengths, rope, at=None):
-        """One noisy block u (b, l, d)."""
-        q, k, v = self.project(u, rope)
-        q = take(q.transpose(1, 2), at).transpose(1, 2)
+        """One noisy block u (b, l, d). Reads the cache only."""
+        q, k, v = self.project(u, rope)                                        # (b, h, l, e) each
+        q = take(q.transpose(1, 2), at).transpose(1, 2)                        # (b, h, m, e)
         return self.merge(ops.cached_attention(q, k, v, *state, lengths, u.size(1)))
 
     def commit_and_denoise(self, u, state, lengths, rope, at=None, last=False):
         """u (2 b, l, d): b finished blocks, then the b active blocks that follow them. lengths (2 b,): cached tokens
-        that each row sees. Keys and values of the finished blocks are appended first, so the active blocks find them in
-        the cache; finished blocks read their own from u. last: returns the active blocks alone."""
+        that each row sees. The keys and values of finished blocks are appended to the cache first, so that the active
+        blocks see them there. In the last layer (`last`) only the active blocks are computed."""
         q, k, v = self.project(u, rope)
         b = len(u) // 2
         self.mixer.append(k[:b], v[:b], state, lengths[:b])
@@ -87,20 +88,20 @@ class InferenceAttention:
 
 class InferenceMamba:
     """
-    Both directions of a BiMamba as one mixer of double width: one projection in, one convolution, one
-    scan, one projection out. Direction is an axis of two after the tokens, which stay in their order:
-    nothing is flipped or copied. The norm before the projection out divides each token by one number, so the
-    division can come after the projection, with the sum (plain.join_parts); its weight is folded into the projection.
+    Both directions of a BiMamba as one mixer of double width: one input projection, one convolution, one scan, one
+    output projection. The direction is an axis of size 2 after the tokens; the reverse direction reads the tokens from
+    the end, so nothing is flipped or copied. The gated norm divides a token by one number, so the division can follow
+    the output projection (plain.join_parts does it); the norm's weight is folded into that projection.
     """
 
     @torch.no_grad()
     def __init__(self, mixer, dtype):
         self.mixer, pair, f = mixer, (mixer.fwd, mixer.rev), mixer.fwd
-        if not mixer.reverse_scan:                      # then nothing is merged, see `takes`
+        if not mixer.reverse_scan:                      # one direction only: see `can_merge`
             return
         self.chunk_len = f.chunk_len
         self.heads, self.d_inner, self.d_state = f.heads, f.d_inner, f.d_state
-        self.inner = f.in_proj.out_features             # widths of z, x, B and C
+        self.inner = f.in_proj.out_features             # width of z, x, B and C together
         rows = [m.in_proj.weight for m in pair] + [m.dt_proj.weight for m in pair]
         rows.append(rows[0].new_zeros(-2 * (self.inner + f.heads) % 64, rows[0].size(1)))
         self.w_in = torch.cat(rows).to(dtype)
@@ -112,36 +113,40 @@ class InferenceMamba:
         self.A = torch.stack([-torch.exp(m.A_log.to(exact)) for m in pair])    # (2, h)
         self.D = torch.stack([m.D for m in pair]).to(exact)
 
-    def takes(self, u):
-        """Whether the merged mixer can run: with both directions, on blocks that are one row of the scan."""
+    def can_merge(self, u):
+        """Whether the merged mixer can run: it needs both directions and a block that fits one row of the scan."""
         return self.mixer.reverse_scan and u.size(1) <= plain.SCAN_ROW
 
     def denoise(self, u, state, lengths, rope, at=None):
-        """One noisy block u (b, l, d)."""
-        if not self.takes(u):
+        """One noisy block u (b, l, d). Reads the cache only."""
+        if not self.can_merge(u):
             return take(self.mixer.denoise(u, state, lengths, rope), at)[None], None
         return self.merge(*self.scan(u, *state), at)
 
     def commit_and_denoise(self, u, state, lengths, rope, at=None, last=False):
-        """u (2 b, l, d): finished blocks, then the active blocks after them."""
+        """u (2 b, l, d): b finished blocks, then the b active blocks that follow them. The cached states move to the
+        end of the finished blocks. In the last layer (`last`) only the active blocks are returned."""
         b = len(u) // 2
-        if not self.takes(u):
+        if not self.can_merge(u):
             clean = self.mixer.extend(u[:b], state, lengths, rope, u.size(1))
             noisy = take(self.mixer.denoise(u[b:], state, lengths, rope), at)
             return (noisy if last else torch.cat([clean, noisy]))[None], None
         y, power = self.scan(u, *state, commit=True)
-        return self.merge(*((y[b:], power[b:]) if last else (y, power)), at)
+        if last:
+            y, power = y[b:], power[b:]
+        return self.merge(y, power, at)
 
     def merge(self, y, power, at):
         return linear_in_parts(take(y, at).flatten(2), self.w_out, ways=2), take(power, at)
 
     def scan(self, u, conv, ssm, commit=False):
-        """All but the last product: y (b, l, 2, h, p), and its power as plain.ssd_scan_both returns it."""
+        """Everything before the output projection: y (b, l, 2, h, p) and power, as plain.ssd_scan_both returns them.
+        commit: u holds finished and active blocks, and the cached states conv and ssm are updated."""
         h, di, n, inner = self.heads, self.d_inner, self.d_state, self.inner
         proj = F.linear(u, self.w_in)
         z, xBC = proj[..., :2 * inner].unflatten(-1, (2, inner)).split([di, inner - di], -1)
         dt = proj[..., 2 * inner:2 * (inner + h)].unflatten(-1, (2, h))        # (b, l, 2, h)
-        columns = conv                                  # before the first token of each row
+        columns = conv                                  # the convolution's input before each row's first token
         if commit:
             end = ops.conv_boundaries(xBC[:len(u) // 2, :, 0], conv, None)[:, -1]
             columns = torch.cat([conv, end])
@@ -163,9 +168,9 @@ class InferenceMamba:
 
 class InferenceLayer(Layer):
     """
-    A layer with products and mixers in these forms. Between layers the residual stream is (h, parts, bias): h and an
-    addition to it that waits for the next norm (plain.add_norm), which saves a pass over memory. `extend`, which reads
-    prompts, is the plain layer's.
+    A layer with the mixers and products above. Between layers the residual stream is a tuple (h, parts, bias): h, and
+    what is still to be added to it. The next norm makes the addition (plain.add_norm), which saves a pass over memory.
+    Prompts are read by the plain layer's `extend`.
     """
 
     def __init__(self, layer, dtype):
@@ -176,13 +181,13 @@ class InferenceLayer(Layer):
         self.fused = InferenceAttention(layer.mixer) if attends else InferenceMamba(layer.mixer, dtype)
 
     def read(self, stream, mod):
-        """The residual stream h (b, l, d), all additions made, and the mixer's input."""
+        """Adds what is pending to h. Returns h (b, l, d) and the mixer's input."""
         h, parts, bias = stream
         h, u = plain.add_norm(h, parts, None, bias, self.norm1.weight, self.norm1.bias)
         return h, modulate(u, mod[0], mod[1])
 
     def add(self, h, parts, power, mod):
-        """The stream after the mixer's (parts, power) and the MLP, whose result waits in parts."""
+        """Adds the mixer's (parts, power) to h and runs the MLP. The MLP's result is left pending in the stream."""
         if mod[2] is not None:
             parts, power = (mod[2] * plain.join_parts(parts, power))[None], None
         h, u = plain.add_norm(h, parts, power, None, self.norm2.weight, self.norm2.bias)
@@ -194,15 +199,15 @@ class InferenceLayer(Layer):
         return h, parts, bias
 
     def denoise(self, stream, c, state, lengths, rope, at=None):
-        """One noisy block, or with at (b, m) what comes of these positions of it."""
+        """One noisy block. With at (b, m), the result has only these positions."""
         mod = self.modulation(c)
         h, u = self.read(stream, mod)
         return self.add(take(h, at), *self.fused.denoise(u, state, lengths, rope, at), mod)
 
     def commit_and_denoise(self, stream, c_clean, c_noisy, state, lengths, rope, at=None, last=False):
-        """`extend` and then `denoise` in one pass, so that weights are read once: rows (2 b, l, d) are finished
-        blocks, then the active blocks after them; lengths (2 b,) is what lies before each. In the last layer
-        only the active blocks come out."""
+        """`extend` and then `denoise` in one pass, so that weights are read once. Rows (2 b, l, d) are b finished
+        blocks, then the b active blocks that follow them; lengths (2 b,) counts the tokens before each. In the last
+        layer (`last`) the result has only the active blocks."""
         mod = self.modulation_of_both(c_clean, c_noisy)
         h, u = self.read(stream, mod)
         parts, power = self.fused.commit_and_denoise(u, state, lengths, rope, at, last)
@@ -211,16 +216,16 @@ class InferenceLayer(Layer):
         return self.add(h, parts, power, mod)
 
     def modulation_of_both(self, c_clean, c_noisy):
-        """Modulation of as many clean rows as c_noisy (m, 1, d) has and, after them, its noisy ones."""
+        """Modulation of m clean rows followed by m noisy rows, for c_noisy (m, 1, d)."""
         mod = self.modulation(c_noisy)
-        if c_clean is not None or c_noisy is None:      # then all rows are modulated alike
+        if c_clean is not None or c_noisy is None:      # clean and noisy rows have the same modulation
             return mod
-        still = [0, 0, 1, 0, 0, 1]                      # no modulation: shift 0, scale 0, gate 1
-        return [p if p is None else torch.cat([torch.full_like(p, v), p]) for p, v in zip(mod, still)]
+        identity = [0, 0, 1, 0, 0, 1]                   # of clean rows: shift 0, scale 0, gate 1
+        return [p if p is None else torch.cat([torch.full_like(p, v), p]) for p, v in zip(mod, identity)]
 
 
 class InferenceModel(BlockDiffusionLM):
-    """What `inference_model` returns. It generates, and does nothing else."""
+    """A BlockDiffusionLM for generation only; `inference_model` makes it."""
 
     def __init__(self, model, dtype):
         torch.nn.Module.__init__(self)
@@ -233,27 +238,28 @@ class InferenceModel(BlockDiffusionLM):
                 fold_layer(layer, c)
             fold_norm(self.norm, *(p.flatten() for p in self.adaln(c).chunk(2, -1)))
         self.layers = torch.nn.ModuleList(InferenceLayer(layer, dtype) for layer in layers)
-        # An odd number of columns would send the head to slow, unaligned kernels.
+        # The vocabulary is padded to a multiple of 64: an odd number of columns would need slow, unaligned kernels.
         self.head.weight = torch.nn.Parameter(F.pad(self.head.weight, (0, 0, 0, -self.config.vocab_size % 64)))
 
     def condition(self, t):
         return None if self.folded else super().condition(t)
 
     def final(self, stream, c):
-        """Last norm and modulation, after the last layer's additions."""
+        """Adds what the last layer left pending, then the final norm and modulation."""
         h, parts, bias = stream
         u = plain.add_norm(h, parts, None, bias, self.norm.weight, self.norm.bias)[1]
         return u if c is None else modulate(u, *self.adaln(c).chunk(2, -1))
 
     def layers_with(self, cache, at):
-        """(layer, its part of the cache, positions asked for, whether it is the last) of each."""
+        """Yields (layer, its part of the cache, positions to compute, whether it is the last). Only the last layer
+        can leave positions out: the others need every token for keys and states."""
         for i, (layer, state) in enumerate(zip(self.layers, cache.layers), 1):
             last = i == len(self.layers)
             yield layer, state, at if last else None, last
 
     @torch.no_grad()
     def denoise_hidden(self, xt, cache, t, at=None):
-        """Hidden states (b, l, d) of the active block, or with at (b, m) of these positions alone, (b, m, d)."""
+        """Hidden states (b, l, d) of the active block; with at (b, m), only those of these positions (b, m, d)."""
         self.check_active(xt)
         stream, c = (self.embed(xt), None, None), self.condition(t)
         rope = self.active_rope(cache.lengths, xt.size(1))
@@ -263,8 +269,8 @@ class InferenceModel(BlockDiffusionLM):
 
     @torch.no_grad()
     def commit_and_denoise_hidden(self, x0_block, xt, cache, t, at=None):
-        """`commit(x0_block, cache)` and then `denoise_hidden(xt, cache, t, at)` in one pass. The caller
-        sees to it that the cache has room: nothing here reads its lengths on the host."""
+        """`commit(x0_block, cache)` and then `denoise_hidden(xt, cache, t, at)` in one pass. The caller must make
+        sure that the cache has room: a check would wait for the device."""
         l, c = xt.size(1), self.condition(t)
         stream = self.embed(torch.cat([x0_block, xt])), None, None
         c_clean = None if self.config.time_conditioning else c
@@ -276,25 +282,25 @@ class InferenceModel(BlockDiffusionLM):
         return self.final(stream, c)
 
     def all_block_hidden(self, x0, xt, t):
-        raise ModelError("this model was prepared for generation; train and score with the model that it was made from")
+        raise ModelError("this model was prepared for generation; train and score with the original model instead")
 
     def active_rope(self, lengths, count):
-        """The tables of `rope_after` for both halves of a head: cos, cos and -sin, sin. (b, 1, count, e) each."""
+        """The tables of `rope_after`, widened to a whole head: [cos, cos] and [-sin, sin], (b, 1, count, e) each."""
         cos, sin = self.rope_after(lengths, count)
         return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
     def compile_steps(self):
         """
-        torch.compile where a denoising step launches many small kernels that can become one: whole layers if t modulates
-        them, the rotation of queries and keys if every layer has one. Elsewhere it would gain 2 % and cost seconds at
-        the start. Does nothing without Triton, in which torch.compile writes kernels.
+        Applies torch.compile where it fuses many small kernels: to whole layers if t modulates them, or to the rotation
+        of queries and keys if every layer has attention. Other models would gain 2 % and pay seconds at the start, so
+        they are not compiled. Nothing is compiled if Triton is missing, which torch.compile needs.
         """
         if importlib.util.find_spec("triton") is None or (self.folded and self.config.attn_every > 1):
             return
         from torch._inductor import config
-        torch._dynamo.config.recompile_limit = 64       # kinds of layers, batch sizes, both kinds of step
+        torch._dynamo.config.recompile_limit = 64       # one graph per kind of layer, batch size and kind of step
         if self.folded:
-            config.compile_threads = 1                  # for two small graphs; a pool takes longer to start and to end
+            config.compile_threads = 1                  # two small graphs compile sooner than a process pool starts
         for layer in self.layers:
             for part, name in ([(layer.fused, "project")] if self.folded else
                                [(layer, "denoise"), (layer, "commit_and_denoise")]):
@@ -303,7 +309,7 @@ class InferenceModel(BlockDiffusionLM):
 
 @torch.no_grad()
 def fold_norm(norm, shift, scale):
-    """Makes a LayerNorm include the modulation x * (1 + scale) + shift of what it returns."""
+    """Folds the modulation x * (1 + scale) + shift of a LayerNorm's output into its weight and bias."""
     if shift is not None:
         bias = shift if norm.bias is None else norm.bias * (1 + scale) + shift
         norm.weight.mul_(1 + scale)
@@ -312,7 +318,7 @@ def fold_norm(norm, shift, scale):
 
 @torch.no_grad()
 def fold_layer(layer, c):
-    """Folds the modulation by a constant c into a layer's norms and the projections that are gated."""
+    """Folds a constant conditioning c into a layer: shifts and scales into norms, gates into projections."""
     shift, scale, gate, shift2, scale2, gate2 = (
         None if p is None else p.flatten() for p in layer.modulation(c))
     fold_norm(layer.norm1, shift, scale)
@@ -326,9 +332,8 @@ def fold_layer(layer, c):
 @torch.no_grad()
 def inference_model(model, dtype, compile=False):
     """
-    A BlockDiffusionLM with prepared weights, cast to dtype, that computes the same function up to rounding: prefill,
-    commit, denoise, and the two passes above. The model that it is given stays valid. compile: torch.compile the
-    steps' layers.
+    Returns an InferenceModel with the weights of a BlockDiffusionLM, cast to dtype. prefill, commit and denoise
+    compute the same functions up to rounding. The given model is not changed. compile: call `compile_steps`.
     """
     prepared = cast_for_inference(InferenceModel(model, dtype), dtype)
     if compile:

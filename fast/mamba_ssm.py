@@ -1,6 +1,6 @@
 """
-The scan of mamba-ssm and the convolution of causal-conv1d, as a backend: --kernels=mamba_ssm. The rest stays plain.
-Slower than the kernels here, but known to many: an independent oracle. `auto` never chooses it.
+The backend --kernels=mamba_ssm: the scan of mamba-ssm and the convolution of causal-conv1d. All other operations stay
+plain. It is slower than the kernels of this folder and serves as an independent check. `auto` never chooses it.
 
     pip install setuptools wheel einops
     MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation mamba-ssm==2.3.2.post1
@@ -17,11 +17,11 @@ import torch
 
 import ops
 
-CHUNK = 256                             # most positions of a chunk
+CHUNK = 256                             # the longest chunk
 
 
 def select():
-    """Fills ops.FAST and returns a line that names what runs. Raises ImportError without mamba-ssm."""
+    """Fills ops.FAST. Returns one line that names the kernels in use. Raises ImportError without mamba-ssm."""
     library()
     ops.FAST["ssd_scan"] = ssd_scan
     if importlib.util.find_spec("causal_conv1d"):
@@ -31,8 +31,8 @@ def select():
 
 @functools.lru_cache(maxsize=1)
 def library():
-    """Three functions of mamba-ssm. Its __init__ asks for a CUDA extension that these do not need: where that was not
-    built, an empty package takes the place of the __init__."""
+    """Three Triton functions of mamba-ssm. The package's __init__ imports a CUDA extension that they do not need. If
+    the extension was not built, an empty module replaces the __init__."""
     try:
         scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
     except ImportError:
@@ -48,10 +48,10 @@ def library():
 @torch.compiler.disable
 def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=128, want_states=True):
     """
-    As ops.ssd_scan, which runs for chunks or heads that are too small for the package's kernels.
+    As ops.ssd_scan. The plain function runs if chunks, heads or states are too small for the package's kernels.
 
-    mamba_chunk_scan_combined keeps the states between chunks in the dtype of C. So chunk_state and state_passing make
-    them first, in fp32, and it scans every chunk alone, from its state.
+    mamba_chunk_scan_combined stores the states between chunks in the dtype of C, perhaps 16 bits. So chunk_state and
+    state_passing compute these states in fp32 first; then every chunk is scanned as a row of its own from its state.
     """
     (b, s, h, p), n = x.shape, B.size(-1)
     l = ops.largest_divisor(block_len or s, CHUNK)      # chunks end where blocks end
@@ -69,13 +69,13 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
         start = states[:, :-1].flatten(0, 1)
     x, dt, B, C = (v.unflatten(1, (-1, l)).flatten(0, 1) for v in (x, dt, B, C))               # (b c, l, ...)
     y = chunk_scan(x, dt.float(), A.float(), B, C, l, D=D.float(), initial_states=start)
-    every = (block_len or s) // l                       # chunks between the states that are wanted
+    every = (block_len or s) // l                       # chunks per block: only states at block ends are returned
     return y.view(b, s, h, p), states[:, ::every] if want_states else None
 
 
 @torch.compiler.disable
 def causal_conv(u, weight, bias, initial):
-    """As ops.causal_conv, which runs for widths that the package does not take. It wants channels side by side."""
+    """As ops.causal_conv. The plain function runs for sizes that the package does not support."""
     from causal_conv1d import causal_conv1d_fn
     if u.size(-1) % 8 or weight.size(1) > 4:
         return ops.causal_conv.plain(u, weight, bias, initial)

@@ -1,11 +1,10 @@
 """
-A Mamba-2 mixer between its input projection and its output as one operator with one backward. It replaces
-model.Mamba2.forward in training. The gated norm's kernel alone replaces ops.gated_norm in generation.
+A Mamba-2 mixer, from the result of its input projection to its output, as one operator with one backward. It replaces
+model.Mamba2.forward in training. In generation, its gated-norm kernel replaces ops.gated_norm.
 
-Autograd would keep the convolved x, B and C and the gated and normed y of every mixer, and join the
-gradients of z, x, B, C and dt by copies. The backward here computes the first two again from the
-projection and from y (a convolution and a norm, both cheap), and it writes every gradient to its place
-in one buffer. That takes less memory and fewer passes over it.
+Autograd would store the convolved x, B, C and the normed y of every mixer, and copy the gradients of z, x, B, C and dt
+into one tensor. This backward recomputes them (a convolution and a norm, both cheap) and writes each gradient directly
+to its place in one buffer. That needs less memory and fewer passes over it.
 
 Without a GPU, Triton's interpreter tests it:    python -m pytest tests/kernels/test_kernels.py -k mixer
 Time whole models of it on one:                  python bench.py train --only=['mamba_h_350m']
@@ -26,18 +25,18 @@ from fast.triton_tools import like, operator, rowwise, statewise
 from model import Mamba2
 from ops import EPS
 
-TOKENS = 32  # that a program of the norm's backward walks over, summing the gradient of the weight
+TOKENS = 32  # tokens per program in the norm's backward, which sums the weight's gradient over them
 
 
 # ----------------------------------------------------------------------------------------------
-# The gated norm: out = weight g / rms(g) with g = y silu(z). y and what is made of it are
-# contiguous, z and dz are columns of wider tensors: szt and sdzt are their steps between tokens. A
-# program loads a whole token, d channels padded to the power of two P.
+# The gated norm: out = weight g / rms(g) with g = y silu(z). y, dy and out are contiguous. z and dz
+# are column ranges of wider tensors: szt and sdzt are their strides between tokens. A program loads
+# a whole token: d channels, padded to P, a power of two.
 
 
 @triton.jit
 def gate(y, z, k, ok, d: tl.constexpr, eps):
-    """One token's y, z, sigmoid of z, g / rms(g) and 1 / rms(g)."""
+    """Loads one token. -> y, z, sigmoid(z), g / rms(g), 1 / rms(g)"""
     yk = tl.load(y + k, mask=ok, other=0.0).to(tl.float32)
     zk = tl.load(z + k, mask=ok, other=0.0).to(tl.float32)
     sig = tl.sigmoid(zk)
@@ -57,12 +56,12 @@ def gated_norm_kernel(y, z, weight, out, szt, eps, d: tl.constexpr, P: tl.conste
 @triton.jit
 def gated_norm_backward_kernel(dout, y, z, weight, out, dy, dz, dweight, tokens, szt, sdzt, eps,
                                d: tl.constexpr, P: tl.constexpr, T: tl.constexpr):
-    """T tokens. `out`, which nobody kept, is made again for the gradient of the product after it;
-    `dweight` (programs, d) gets this program's share."""
+    """Gradients of T tokens. `out` is recomputed, because the gradient of out_weight needs it. `dweight`
+    (programs, d) gets this program's part."""
     k = tl.arange(0, P)
     w = tl.load(weight + k, mask=k < d, other=0.0).to(tl.float32)
     dw = tl.zeros((P,), tl.float32)
-    for i in tl.range(T, num_stages=3):  # two tokens are on their way from memory meanwhile
+    for i in tl.range(T, num_stages=3):  # loads run two tokens ahead
         row = tl.program_id(0).to(tl.int64) * T + i
         ok = (k < d) & (row < tokens)
         do = tl.load(dout + row * d + k, mask=ok, other=0.0).to(tl.float32)
@@ -78,10 +77,10 @@ def gated_norm_backward_kernel(dout, y, z, weight, out, dy, dz, dweight, tokens,
 
 @operator(lambda y, z, weight: torch.empty_like(y))
 def gated_norm_forward(y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-    """y (b, s, d) contiguous, z (b, s, d) columns of a contiguous tensor, weight (d) -> (b, s, d). No
+    """y (b, s, d) contiguous, z (b, s, d) a column range of a contiguous tensor, weight (d,) -> (b, s, d). No
     gradients."""
     assert z.stride(-1) == 1 and (len(z) == 1 or z.stride(0) == z.shape[1] * z.stride(1)), (
-        "z must be columns of a contiguous tensor")
+        "z must be a column range of a contiguous tensor, such as proj[..., :d]")
     out, d = torch.empty_like(y), y.shape[-1]
     gated_norm_kernel[y.numel() // d,](
         y, z, weight, out, z.stride(1), EPS, d=d, P=triton.next_power_of_2(d), num_warps=4)
@@ -89,14 +88,15 @@ def gated_norm_forward(y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
 
 
 def gated_norm(y, z, weight):
-    """As ops.gated_norm, which runs where gradients are wanted. z must be columns of a contiguous tensor."""
+    """As ops.gated_norm. The plain function runs if gradients are enabled. z is a column range of a contiguous
+    tensor."""
     if torch.is_grad_enabled():
         return ops.gated_norm.plain(y, z, weight)
     return gated_norm_forward(y.contiguous(), z, weight)
 
 
 def gated_norm_backward(dout, y, z, weight, dz):
-    """dout as y; writes into dz, which is as z. -> the forward's result, dy, dweight in fp32"""
+    """dout has the layout of y, dz that of z. Writes into dz. -> the forward's result, dy, dweight (fp32)"""
     d = y.shape[-1]
     tokens = y.numel() // d
     out, dy, programs = torch.empty_like(y), torch.empty_like(y), triton.cdiv(tokens, TOKENS)
@@ -108,28 +108,28 @@ def gated_norm_backward(dout, y, z, weight, dz):
 
 
 # ----------------------------------------------------------------------------------------------
-# The operator. A sequence of s tokens is s / row rows: the scan runs over all rows at once, each
-# from the state that the rows before it leave (see fast/states.py).
+# The operator. A sequence of s tokens is cut into s / row rows. The scan runs over all rows at once,
+# each from the state at the end of the row before it (see fast/states.py).
 
 def sizes(proj, conv_weight, A, norm_weight, row):
-    """-> the widths of z, xBC and dt; heads; state size; whether a sequence is several rows"""
+    """-> (widths of z, xBC and dt), heads, state size, whether a sequence has more than one row"""
     di, c, h = norm_weight.numel(), conv_weight.shape[0], A.numel()
     return (di, c, h), h, (c - di) // 2, proj.shape[1] > row
 
 
-def parts(proj, widths):
-    """-> z, xBC and dt of a projection; what comes after them is padding"""
+def split_proj(proj, widths):
+    """-> z, xBC and dt of a projection, without the padding after them"""
     return proj[..., :sum(widths)].split(widths, -1)
 
 
 def split_xBC(xBC, h, n):
-    """-> x (b, s, h, p), B and C (b, s, n), all of them views"""
+    """-> x (b, s, h, p), B and C (b, s, n), all views of xBC"""
     x, B, C = xBC.split([xBC.shape[-1] - 2 * n, n, n], -1)
     return x.unflatten(-1, (h, -1)), B, C
 
 
 def boundary_columns(xBC, conv_weight, conv, block_len):
-    """-> the convolution states at block boundaries, or nothing without block_len"""
+    """-> the convolution states at block boundaries; an empty tensor if block_len is 0"""
     if not block_len:
         return xBC.new_empty(0)
     if conv is None:
@@ -152,11 +152,14 @@ def mixer_forward(
         proj: Tensor, conv_weight: Tensor, conv_bias: Tensor, dt_bias: Tensor, A: Tensor, D: Tensor,
         norm_weight: Tensor, out_weight: Tensor, conv: Optional[Tensor], ssm: Optional[Tensor],
         row: int, block_len: int) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> the output (b, s, d); for the backward y (b, s, h p); the states before every row and at
-    the end (b, s / row + 1, h, p, n), empty where a single row needs none; the convolution states
-    at block boundaries (b, s / block_len + 1, w - 1, c). block_len = 0: nobody wants the states."""
+    """Returns four tensors:
+    the output (b, s, d);
+    y (b, s, h p), kept for the backward;
+    the states before every row and at the end (b, s / row + 1, h, p, n), empty for one row without block_len;
+    the convolution states at block boundaries (b, s / block_len + 1, w - 1, c), empty without block_len.
+    block_len = 0 means that the caller does not need the states."""
     widths, h, n, several = sizes(proj, conv_weight, A, norm_weight, row)
-    z, xBC, dt = parts(proj, widths)
+    z, xBC, dt = split_proj(proj, widths)
     convs = boundary_columns(xBC, conv_weight, conv, block_len)
     x, B, C = split_xBC(causal_conv_forward(xBC, conv_weight, conv_bias, conv), h, n)
     steps = scan.StepSizes(*in_rows(row, dt), A, dt_bias)
@@ -170,8 +173,8 @@ def mixer_forward(
 
 
 def mixer_scan_backward(dxBC, ddt, dy, xBC, h, n, steps, D, states, dstates, ssm, row):
-    """xBC is convolved. Writes into dxBC and ddt. -> dssm (None where nothing asks for it), dA, dD and
-    the gradient of dt_bias"""
+    """Backward of the scan. xBC holds x, B and C after the convolution. Writes into dxBC and ddt. -> dssm (None if
+    there is no initial state and only one row), dA, dD, ddt_bias"""
     x, B, C = split_xBC(xBC, h, n)
     dx, dB, dC = split_xBC(dxBC, h, n)
     dy = dy.unflatten(-1, (h, -1))
@@ -190,10 +193,10 @@ def mixer_backward(
         ssm: Optional[Tensor], row: int, block_len: int) -> Tuple[
             Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     widths, h, n, _ = sizes(proj, conv_weight, A, norm_weight, row)
-    z, xBC, dt = parts(proj, widths)
+    z, xBC, dt = split_proj(proj, widths)
     dproj = torch.empty_like(proj)
     dproj[..., sum(widths):] = 0
-    dz, dxBC, ddt = parts(dproj, widths)
+    dz, dxBC, ddt = split_proj(dproj, widths)
 
     # The output projection and the gated norm.
     dout = dout.flatten(0, 1)
@@ -201,7 +204,7 @@ def mixer_backward(
     dout_weight = dout.T @ gated.flatten(0, 1)
     del gated
 
-    # The scan. The gradients of x, B and C lie side by side, as the convolution takes them.
+    # The scan. It writes the gradients of x, B and C side by side, as the convolution's backward reads them.
     convolved = causal_conv_forward(xBC, conv_weight, conv_bias, conv)
     dconvolved = torch.empty_like(convolved)
     steps = scan.StepSizes(*in_rows(row, dt), A, dt_bias)
@@ -210,15 +213,13 @@ def mixer_backward(
     dssm = proj.new_empty(0) if ssm is None else dssm.contiguous()
 
     # The convolution.
-    dw, db, dconv = conv_backward_into(
-        dxBC, dconvolved, xBC, conv_weight, conv_bias, conv)
+    dw, db, dconv = conv_backward_into(dxBC, dconvolved, xBC, conv_weight, conv_bias, conv)
     if dconvs is not None:
         w1 = dconvs.shape[2]
         dxBC.unflatten(1, (-1, block_len))[:, :, block_len - w1:] += dconvs[:, 1:]
         if conv is not None:
             dconv += dconvs[:, 0]
-    return (dproj, dw, db, ddt_bias, dA, dD, dnorm.to(norm_weight.dtype), dout_weight, dconv,
-            dssm)
+    return dproj, dw, db, ddt_bias, dA, dD, dnorm.to(norm_weight.dtype), dout_weight, dconv, dssm
 
 
 def save(ctx, inputs, output):
@@ -237,14 +238,14 @@ torch.library.register_autograd(mixer_forward, backward, setup_context=save)
 
 
 def mamba2_forward(mixer, u, conv=None, ssm=None, block_len=None, want_states=True):
-    """As model.Mamba2.forward, which runs where no gradients are wanted and where the kernels do not fit."""
+    """As model.Mamba2.forward. The plain function runs if gradients are off or a size does not fit the kernels."""
     p, s, width = mixer.d_inner // mixer.heads, u.shape[1], mixer.conv_weight.shape[1]
     row = scan.scan_row(s, block_len)
     if not (torch.is_grad_enabled() and scan.fits(p, mixer.d_state) and row >= width):
         return Mamba2.forward.plain(mixer, u, conv, ssm, block_len, want_states)
     proj = F.linear(u, mixer.projection())
     conv = None if conv is None else rowwise(conv.to(proj.dtype))
-    every = (block_len or s) if want_states else 0  # positions between the states that are wanted
+    every = (block_len or s) if want_states else 0  # positions between returned states
     y, _, states, convs = mixer_forward(
         proj.contiguous(), mixer.conv_weight.contiguous(), mixer.conv_bias, mixer.dt_bias.float(),
         -torch.exp(mixer.A_log.float()), mixer.D.float(), mixer.norm_weight,

@@ -1,7 +1,7 @@
 """
-Plain twins of the operations that only the fast engines use: both directions of a Mamba layer at once, a block that is
-committed in one pass with the next one's first step, products that come in parts. No Triton here: on a CPU, and with
---kernels=torch, the fused engine runs these.
+Plain twins of the operations that only the fast engines use: both directions of a Mamba layer at once, a finished block
+and the active block in one pass, sums of partial products. There is no Triton here: the fused engine runs these
+functions on a CPU and with --kernels=torch.
 
     python -m pytest tests/test_sample.py -k fused
 """
@@ -11,18 +11,19 @@ import torch.nn.functional as F
 import ops
 from ops import EPS, at_least_fp32, replaceable
 
-SCAN_ROW = 512                          # most positions that the kernels scan in one row
+SCAN_ROW = 512                          # the longest row that the kernels scan
 
 
 @replaceable
 def ssd_scan_both(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
     """
-    Two scans over the same tokens, each with inputs and parameters of its own: the first forward from
-    initial_state (b, h, p, n), the second from the last token back to the first, from zeros.
+    The forward and the reverse scan of a block. Index 0 of the axis of size 2 holds the inputs and parameters of the
+    forward scan, which starts from initial_state (b, h, p, n). Index 1 holds those of the reverse scan, which runs
+    from the last token to the first and starts from zeros.
 
-    x, z (b, s, 2, h, p); dt (b, s, 2, h), before dt_bias (2, h) and softplus; A, D (2, h); B, C
-    (b, s, 2, n). Returns y * SiLU(z) (b, s, 2, h, p), tokens in their order, and its mean square over
-    p (b, s, 2, h), fp32 or better: all that the norm after it needs to know.
+    x, z (b, s, 2, h, p); dt (b, s, 2, h), before dt_bias (2, h) and softplus; A, D (2, h); B, C (b, s, 2, n).
+    Returns y * SiLU(z) (b, s, 2, h, p), and power (b, s, 2, h), its mean square over p in fp32 or better, from which
+    `join_parts` computes the RMS norm. Tokens stay in their order.
     """
     dt = F.softplus(dt.to(dt_bias.dtype) + dt_bias)
 
@@ -36,10 +37,12 @@ def ssd_scan_both(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
 @replaceable
 def ssd_scan_pairs(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
     """
-    Blocks to be committed and the active blocks after them: rows (2 b, ...). The first b are scanned
-    forward alone, from initial_state (b, h, p, n), the others as in `ssd_scan_both` from where the first
-    end. Arguments and results as there, where the first b rows have zeros for their second scan, and
-    the states (b, h, p, n) at the end of the first b.
+    The scans of b finished blocks and of the b active blocks after them, as rows (2 b, ...). Finished blocks are only
+    scanned forward, from initial_state (b, h, p, n). Active blocks are scanned as in `ssd_scan_both`, from the states
+    at the end of the finished blocks.
+
+    Arguments are those of `ssd_scan_both`. Returns its two results, with zeros for the reverse scan of finished blocks,
+    and the states (b, h, p, n) at the end of the finished blocks.
     """
     b = len(x) // 2
     steps = F.softplus(dt[:b, :, 0].to(dt_bias.dtype) + dt_bias[0])
@@ -53,8 +56,8 @@ def ssd_scan_pairs(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
 @replaceable
 def causal_conv_both(u, weight, bias, initial):
     """
-    Two convolutions over the same positions, each of channels of its own: the first from initial
-    (b, w-1, c) forward, the second from the last position back to the first, from zeros.
+    The forward and the reverse convolution of a block, each over its own c channels: the forward one starts from the
+    columns initial (b, w-1, c), the reverse one runs from the last position to the first and starts from zeros.
 
     u (b, s, 2, c); weight (2, c, w); bias (2, c). Returns (b, s, 2, c).
     """
@@ -65,15 +68,15 @@ def causal_conv_both(u, weight, bias, initial):
 
 @replaceable
 def cached_attention_pairs(q, k, v, k_cache, v_cache, lengths, block_len):
-    """`ops.cached_attention` of one block a row, 2 b rows against caches of b: rows i and b + i read cache i."""
+    """`ops.cached_attention` of 2 b rows, one block each, to b caches: rows i and b + i read cache i."""
     k_cache, v_cache = (cache.repeat(len(q) // len(cache), 1, 1, 1) for cache in (k_cache, v_cache))
     return ops.cached_attention(q, k, v, k_cache, v_cache, lengths, block_len)
 
 
 def join_parts(parts, power=None):
     """
-    The sum of a product's parts (P, b, s, d) -> (b, s, d). With power (b, s, P, h), the mean squares of
-    heads: each part still lacks the RMS norm of its input.
+    Sums partial products (P, b, s, d) -> (b, s, d). power (b, s, P, h): each part still lacks the RMS norm of its
+    input, whose mean square is the mean of power over the heads h.
     """
     dtype = parts.dtype
     if power is not None:
@@ -84,9 +87,9 @@ def join_parts(parts, power=None):
 @replaceable
 def add_norm(h, parts, power, bias, weight, shift):
     """
-    A residual addition and the LayerNorm after it. h (b, s, d); parts, None for nothing to add, and
-    power as in `join_parts`; bias (d,) is added too, or None; weight, shift (d,) of the norm, shift
-    may be None. Returns the sum and its norm, both (b, s, d).
+    A residual addition and the LayerNorm after it. h (b, s, d); parts and power as in `join_parts`; bias (d,) is added
+    as well; weight and shift (d,) belong to the norm. parts, power, bias and shift may be None. Returns the sum and
+    its norm, both (b, s, d).
     """
     if parts is not None:
         h = h + join_parts(parts, power)

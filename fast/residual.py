@@ -1,11 +1,10 @@
 """
-Triton kernel: what a layer adds to the residual stream and the norm after it, in one pass. It replaces
-add_norm of fast/plain.py. Inference only.
+Triton kernel: an addition to the residual stream and the norm after it, in one pass. It replaces plain.add_norm.
+Inference only.
 
-A product with few rows and a long sum comes in parts (see fast/inference.py). The two parts of a Mamba layer, one
-of each direction, still lack the RMS norm of their direction: a factor that is computed here as well. With 256
-tokens most of the time is spent waiting for sums over a token's channels, so two sums are made in one reduction
-wherever both are ready.
+The addition may come as partial products (see fast/inference.py), which are summed here. A Mamba layer has two, one for
+each direction. Each still lacks the RMS norm of its direction, which is one factor per token and is applied here too.
+With 256 tokens most of the time goes to reductions over a token's channels, so two sums share one reduction.
 
 Without a GPU, Triton's interpreter tests it:    python -m pytest tests/kernels/test_kernels.py -k residual
 """
@@ -27,7 +26,7 @@ def add_both(a, b, c, d):
 
 @triton.jit
 def sums(x, y):
-    """Both at once, for the time of one."""
+    """The sums of x and of y, in one reduction."""
     return tl.reduce((x, y), 0, add_both)
 
 
@@ -40,7 +39,7 @@ def part(parts, i, tokens, token, k, d: tl.constexpr):
 def add_norm_kernel(h, parts, power, bias, weight, shift, out, normed, tokens, eps,
                     d: tl.constexpr, P: tl.constexpr, heads: tl.constexpr, D: tl.constexpr,
                     H: tl.constexpr):
-    """One token; its d channels are padded to D, its heads to H, powers of two."""
+    """One token. d channels are padded to D and heads to H, both powers of two."""
     token, k = tl.program_id(0).to(tl.int64), tl.arange(0, D)
     ok = k < d
     x = tl.load(h + token * d + k, mask=ok, other=0.0).to(tl.float32)
@@ -58,7 +57,7 @@ def add_norm_kernel(h, parts, power, bias, weight, shift, out, normed, tokens, e
             x += part(parts, i, tokens, token, k, d)
     tl.store(out + token * d + k, x.to(out.dtype.element_ty), mask=ok)
     total, squares = sums(x, x * x)
-    mean = total / d  # fp32 holds the difference below unless it is a millionth of the mean's square
+    mean = total / d  # E[x^2] - mean^2 is precise enough in fp32 unless the variance is below 1e-6 mean^2
     y = (x - mean) * tl.rsqrt(tl.maximum(squares / d - mean * mean, 0.0) + eps)
     y *= tl.load(weight + k, mask=ok, other=0.0).to(tl.float32)
     if shift is not None:
@@ -74,7 +73,7 @@ def add_norm(h: Tensor, parts: Optional[Tensor], power: Optional[Tensor], bias: 
     tensors = (h, parts, power, bias, weight, shift)
     assert all(u is None or u.is_contiguous() for u in tensors), "tensors must be contiguous"
     assert (not P or parts.shape[1:] == h.shape) and (power is None or power.shape[-2] == P == 2), (
-        "parts are shaped as h; with power there is one for each of two ways")
+        "each part must have the shape of h, and with power there must be two parts, one for each direction")
     out, normed, d = torch.empty_like(h), torch.empty_like(h), h.shape[-1]
     tokens = h.numel() // d
     add_norm_kernel[tokens,](

@@ -1,11 +1,11 @@
 """
 Triton kernels of the scan over long sequences. They replace ops.ssd_scan.
 
-  ssd_scan         the replacement: a sequence is cut into rows, all of which are scanned at once
-  scan_over_rows   the same for rows of a given length, with its backward
-  pass_states      states carried over the rows of a sequence, or their gradients carried back
+  ssd_scan         the replacement: cuts a sequence into rows and scans all rows at once
+  scan_over_rows   the scan for rows of a given length, with its backward
+  pass_states      carries states forward over the rows of a sequence, or their gradients backward
 
-The scan inside a row is in fast/scan.py.
+fast/scan.py scans inside a row.
 
 Without a GPU, Triton's interpreter tests them:    python -m pytest tests/kernels/test_kernels.py -k state
 Time them on one, as a part of the scan:           python bench.py ops --only=['scan']
@@ -21,23 +21,23 @@ import fast.scan as scan
 import ops
 from fast.triton_tools import LOG2E, like, operator, rowwise
 
-PASS = 1024  # elements of a state, e = p n of them, per program that carries states
+PASS = 1024  # elements of a state per program of pass_kernel; a state has e = p n elements
 
 
 # ----------------------------------------------------------------------------------------------
-# States over the c rows of a sequence, read once and written once:
+# Carries states over the c rows of a sequence; each value is read once and written once. Forward, then back:
 #
 #     S_0 = initial           S_{i+1} = e^{log_decay_i} S_i + local_i
 #     G_c = dstates_c         G_i     = e^{log_decay_i} G_{i+1} + local_i + dstates_i
 #
-# Forward, local_i is what row i alone leaves behind. Back, G is the gradient of S, dstates the part
-# of it that comes from who reads the states, and local_i what the outputs of row i give the state
-# that it starts from.
+# Forward, local_i is the final state of row i when it starts from zeros. Back, G is the gradient of S;
+# dstates is the gradient of the returned states; local_i is the gradient of the state at the start of
+# row i from the outputs of row i.
 
 @triton.jit
 def pass_kernel(local, log_decay, first, dstates, states, c, h, e, E: tl.constexpr,
                 BACK: tl.constexpr):
-    """One (batch, head) and E elements of its state, which never meet."""
+    """E elements of the state of one (batch, head). Elements are independent of each other."""
     b, head = (tl.program_id(0) // h).to(tl.int64), tl.program_id(0) % h
     k = tl.program_id(1) * E + tl.arange(0, E)
     states, at = states + b * (c + 1) * h * e + k, head * e
@@ -47,7 +47,7 @@ def pass_kernel(local, log_decay, first, dstates, states, c, h, e, E: tl.constex
     if first is not None:
         s += tl.load(first + (b * h + head) * e + k, mask=k < e)
     for j in range(c + 1):
-        i = tl.cast(c - j if BACK else j, tl.int64)  # the state; for j > 0 a row beside it is crossed
+        i = tl.cast(c - j if BACK else j, tl.int64)  # computes state i; for j > 0, from its neighbour across `row`
         if j > 0:
             row = (b * c + (i if BACK else i - 1)) * h + head
             s *= tl.exp2(tl.load(log_decay + row) * LOG2E)
@@ -58,8 +58,8 @@ def pass_kernel(local, log_decay, first, dstates, states, c, h, e, E: tl.constex
 
 
 def pass_states(local, log_decay, first=None, dstates=None, back=False):
-    """local (b, c, h, p, n), log_decay (b, c, h), first (b, h, p, n) or None for zeros, dstates
-    (b, c + 1, h, p, n) or None for zeros, all fp32 -> (b, c + 1, h, p, n) fp32"""
+    """The recurrence above, forward or `back`. local (b, c, h, p, n), log_decay (b, c, h), first (b, h, p, n),
+    dstates (b, c + 1, h, p, n); the last two may be None for zeros. All fp32. -> (b, c + 1, h, p, n)"""
     b, c, h, p, n = local.shape
     states = local.new_empty(b, c + 1, h, p, n)
     local, log_decay, first, dstates = (
@@ -73,13 +73,13 @@ def pass_states(local, log_decay, first=None, dstates=None, back=False):
 # The scan
 
 def in_rows(row, *tensors):
-    """(b, s, ...) -> (b s / row, row, ...), views of tensors whose positions are evenly spaced"""
+    """(b, s, ...) -> (b s / row, row, ...) of each tensor. Without a copy if positions are evenly spaced."""
     return tuple(v.unflatten(1, (-1, row)).flatten(0, 1) for v in tensors)
 
 
 def row_states(x, steps, B, s0, row):
-    """-> the states before every row and at the end (b, s / row + 1, h, p, n), from s0 or zeros; steps:
-    the scan.StepSizes of all rows"""
+    """-> the states before every row and at the end (b, s / row + 1, h, p, n), starting from s0, or from zeros if it
+    is None. steps: the scan.StepSizes of all rows"""
     (b, s, h, p), n = x.shape, B.shape[-1]
     local = x.new_empty(b, s // row, h, p, n, dtype=torch.float32)
     scan.walk(*in_rows(row, x), steps, *in_rows(row, B), final=local)
@@ -87,10 +87,10 @@ def row_states(x, steps, B, s0, row):
 
 
 def scan_backward(dx, ddt, dB, dC, dy, dstates, x, steps, B, C, D, states, row):
-    """Writes into dx, ddt, dB and dC, of evenly spaced positions. dstates may be None.
-    -> the gradient of the state that each sequence starts from, dA, dD, perhaps that of the bias"""
+    """Writes into dx, ddt, dB and dC, whose positions are evenly spaced. dstates may be None. -> the gradient of the
+    initial states, dA, dD, and that of dt_bias if steps has one"""
     xs, Bs, Cs, dys = in_rows(row, x, B, C, dy)
-    grads = (v.view(-1, row, *v.shape[2:]) for v in (dx, ddt, dB, dC))  # or an error, no copy
+    grads = (v.view(-1, row, *v.shape[2:]) for v in (dx, ddt, dB, dC))  # view never copies: writes arrive
     local = states.new_empty(states[:, 1:].shape)
     scan.walk(dys, steps, Cs, final=local, adjoint=True)
     G = pass_states(local, steps.log_decays(x), None, dstates, back=True)
@@ -139,22 +139,22 @@ torch.library.register_autograd(ssd_scan_forward, backward, setup_context=save)
 
 
 def scan_over_rows(x, dt, A, B, C, D, s0, row):
-    """x (b, s, h, p), dt (b, s, h) fp32 and positive, A (h) fp32 and negative, B and C (b, s, n),
-    D (h) fp32, s0 (b, h, p, n) fp32 or None: zeros; row divides s. -> y like x, and the states
-    before every row and at the end (b, s / row + 1, h, p, n) fp32"""
+    """x (b, s, h, p), dt (b, s, h) positive, A (h,) negative, B and C (b, s, n), D (h,), s0 (b, h, p, n) or None for
+    zeros; dt, A, D and s0 are fp32; row divides s. -> y like x, and the states before every row and at the end
+    (b, s / row + 1, h, p, n) in fp32"""
     return ssd_scan_forward(rowwise(x), dt, A, rowwise(B), rowwise(C), D, s0, row)
 
 
 def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=128, want_states=True):
-    """As ops.ssd_scan. The kernels choose their own chunks: chunk_len is ignored. Where nobody wants the states and
-    one row holds all tokens, None is returned for the states."""
+    """As ops.ssd_scan. The kernels choose their own chunks and ignore chunk_len. With want_states=False the returned
+    states may be None. The plain function runs for head and state sizes that the kernels do not support."""
     if not scan.fits(x.shape[-1], B.shape[-1]):
         return ops.ssd_scan.plain(x, dt, A, B, C, D, initial_state, block_len, chunk_len, want_states)
     (b, s, h, p), row = x.shape, scan.scan_row(x.shape[1], block_len)
     A, D, start = A.float(), D.float(), None if initial_state is None else initial_state.float()
     if row == s and not want_states:
         return scan.ssd_rows(x, dt, A, B, C, D, start), None
-    if row == s and not torch.is_grad_enabled():  # one row: the state in which the kernel ends is the final one
+    if row == s and not torch.is_grad_enabled():  # one row: the kernel's last state is the final state
         if start is None:
             start = x.new_zeros(b, h, p, B.shape[-1], dtype=torch.float32)
         y, final = scan.ssd_rows(x, dt, A, B, C, D, start, return_final=True)

@@ -1,5 +1,5 @@
 """
-What the Triton files of this folder share: PyTorch operators made of functions, memory layouts, one product.
+Shared by the Triton files of this folder: registering functions as PyTorch operators, memory layouts, a product.
 
 Without a GPU, Triton's interpreter tests all kernels:    python -m pytest tests/kernels/test_kernels.py
 """
@@ -12,13 +12,13 @@ LOG2E = tl.constexpr(1.4426950408889634)  # exp(u) = exp2(u log2 e); the GPU has
 
 @triton.jit
 def dot(a, b, acc=None):
-    return tl.dot(a, b, acc, input_precision="ieee")  # fp32 operands are not cut to tf32
+    return tl.dot(a, b, acc, input_precision="ieee")  # fp32 operands are not rounded to tf32
 
 
 def operator(fake):
-    """Registers a function as the PyTorch operator nanobdlm::<its name>. torch.compile treats it as one opaque node of
-    its graph. `fake` returns empty tensors of the shapes that the function returns. torch.library.custom_op would do the
-    same, but its operators import torch.compile, which takes seconds, when they are first called."""
+    """Registers a function as the PyTorch operator nanobdlm::<its name>, which torch.compile does not look into.
+    `fake` gets the same arguments and returns empty tensors of the result's shapes. torch.library.custom_op does the
+    same, but its first call imports torch.compile, which takes seconds."""
     def register(function):
         name = "nanobdlm::" + function.__name__
         torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
@@ -29,8 +29,8 @@ def operator(fake):
 
 
 def differentiable(op, backward_op):
-    """Gives an operator gradients: those of its tensors are backward_op(gradient of its first output, *tensors). Its
-    arguments are tensors (or None) and at most one flag, which comes last."""
+    """Registers backward_op as the backward of op: backward_op(gradient of the first output, *tensors) returns the
+    gradients of all tensors. The arguments of op are tensors or None, and at most one bool, which comes last."""
     def save(ctx, inputs, output):
         ctx.flags = (None,) * isinstance(inputs[-1], bool)
         ctx.save_for_backward(*inputs[:len(inputs) - len(ctx.flags)])
@@ -43,17 +43,17 @@ def differentiable(op, backward_op):
 
 
 def like(*tensors):
-    """An uninitialised tensor for the gradient of each tensor; an empty one stands in for the gradient of None."""
+    """An uninitialised tensor for each gradient; for None an empty tensor, as operators cannot return None."""
     return tuple(tensors[0].new_empty(0) if u is None else u.new_empty(u.shape) for u in tensors)
 
 
 def rowwise(u):
-    """u, copied if its last dimension is not contiguous: the kernels take any other strides."""
+    """u, copied if its last dimension is not contiguous. The kernels accept any strides of the others."""
     return u if u is None or u.stride(-1) == 1 else u.contiguous()
 
 
 def statewise(s0):
-    """States, copied if their last two dimensions are not contiguous: the kernels take any other strides."""
+    """States, copied if their last two dimensions are not contiguous. The kernels accept any strides of the others."""
     return s0 if s0 is None or s0.stride()[-2:] == (s0.shape[-1], 1) else s0.contiguous()
 
 

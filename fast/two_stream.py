@@ -1,8 +1,8 @@
 """
-Attention in training. It replaces ops.two_stream_masks and ops.two_stream_attention, which belong together.
+Attention in training, by FlexAttention. It replaces ops.two_stream_masks and ops.two_stream_attention as a pair.
 
-Both are FlexAttention, which skips the tiles of a mask that nobody sees. It runs the kernels of FlashAttention-4 where
-that package is installed, on Hopper and later in 16 bits, and its own Triton kernels elsewhere.
+FlexAttention skips the tiles that the mask hides. With 16-bit inputs on Hopper and later GPUs it runs the kernels of
+FlashAttention-4, if that package is installed. Otherwise it runs its own Triton kernels.
 
     python bench.py ops --only=['attention']                       time it beside libraries
     python -m pytest tests/kernels/test_kernels.py -k two_stream    values and gradients
@@ -17,16 +17,16 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import ops
 
-TILE = 128                              # where a block is whole tiles, every tile is wholly visible or not at all
+TILE = 128                              # if TILE divides block_len, each tile is wholly visible or wholly hidden
 FLASH = dict(BACKEND="FLASH")
-# Head dimensions 52 and 56 get tiles of 64 queries by default, which take a quarter longer.
+# By default, head dimensions 52 and 56 would get tiles of 64 queries, which take a quarter longer.
 TRITON = dict(fwd_BLOCK_M=128, fwd_BLOCK_N=64)
 flex = torch.compile(flex_attention, dynamic=False)
-warnings.filterwarnings("ignore", message=".*aux_data.*")       # of FlashAttention-4's first use
+warnings.filterwarnings("ignore", message=".*aux_data.*")       # FlashAttention-4 warns when first used
 
 
 def has_flash():
-    """Whether flash-attn-4 is installed. The module tells less: flash-attn 2 brings an old flash_attn.cute, too."""
+    """Whether flash-attn-4 is installed. A test of the module would not do: flash-attn 2 has a flash_attn.cute too."""
     try:
         return bool(importlib.metadata.version("flash-attn-4"))
     except importlib.metadata.PackageNotFoundError:
@@ -34,13 +34,13 @@ def has_flash():
 
 
 def hopper(device):
-    """Whether a device is a GPU for which FlashAttention-4 has a backward: Hopper or later."""
+    """Whether a device is a Hopper or later GPU, for which FlashAttention-4 has a backward."""
     return torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def two_stream_masks(s, block_len, device):
-    """As ops.two_stream_masks where blocks are not whole tiles. Else a block mask for the queries of both streams, one
-    for noisy queries alone, (None, None) for a single block, and whether FlashAttention-4 may run."""
+    """Returns (mask of all queries, mask of noisy queries, whether FlashAttention-4 may run). The masks are BlockMasks,
+    or None for a single block. The plain function runs if TILE does not divide block_len."""
     if block_len % TILE:
         return ops.two_stream_masks.plain(s, block_len, device)
     masks = (None, None) if s == block_len else block_masks(s, block_len, device)
@@ -49,11 +49,11 @@ def two_stream_masks(s, block_len, device):
 
 @functools.lru_cache(maxsize=8)
 def block_masks(s, block_len, device):
-    """The masks are made from tile indices: no mask over (2 s)^2 positions ever exists."""
+    """BlockMasks of all queries and of noisy queries, built from tile indices: no mask of (2 s)^2 positions exists."""
     n_clean = s - block_len
     tiles = torch.arange((n_clean + s) // TILE, device=device) * TILE
 
-    def block_mask(first):                              # of the queries from `first` on
+    def block_mask(first):                              # for the queries from position `first` on
         seen = ops.two_stream_mask(tiles[first // TILE:, None], tiles, block_len, n_clean)
         count = seen.sum(1, dtype=torch.int32)[None, None]                     # (1, 1, query tiles)
         index = seen.int().argsort(dim=1, descending=True, stable=True).int()[None, None]
@@ -66,7 +66,8 @@ def block_masks(s, block_len, device):
 
 
 def two_stream_attention(clean, noisy, masks):
-    """As ops.two_stream_attention, which serves masks that are tensors, and a single block without FlashAttention-4."""
+    """As ops.two_stream_attention, with the masks of `two_stream_masks` above. The plain function runs if the masks are
+    tensors, and for a single block without FlashAttention-4."""
     (q_clean, k_clean, v_clean), (q, k, v), (mask, noisy_mask, *flash) = clean, noisy, masks
     flash = flash == [True] and q.element_size() == 2
     if isinstance(mask, torch.Tensor) or (mask is None and not flash):
@@ -81,8 +82,8 @@ def two_stream_attention(clean, noisy, masks):
 
 
 def attend(q, k, v, mask, flash):
-    """FlexAttention of q to k and v, each (b, h, ., e), under a block mask or None for none."""
+    """FlexAttention of q to k and v, each (b, h, ., e). mask: a BlockMask, or None to see everything."""
     e = q.size(-1)
-    if flash and e % 8:                                 # 52: FlashAttention-4 takes multiples of 8
+    if flash and e % 8:                                 # FlashAttention-4 takes multiples of 8; 52 is padded to 56
         q, k, v = (F.pad(x, (0, -e % 8)) for x in (q, k, v))
     return flex(q, k, v, block_mask=mask, scale=e ** -0.5, kernel_options=FLASH if flash else TRITON)[..., :e]

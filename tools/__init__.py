@@ -1,1 +1,1 @@
-"""What is run beside the scripts: text prepared, runs side by side, operations beside libraries, figures, profiles."""
+"""Commands run as `python -m tools.NAME`: data preparation, sweeps, comparisons with libraries, figures, profiles."""

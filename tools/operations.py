@@ -1,10 +1,10 @@
 """
-What `python bench.py ops` compares: each heavy operation at the sizes of 350M training, or of 700M
-generation, beside what a user would otherwise pick. A generator below makes its tensors and yields
-comparisons; bench.py times them and works out their limits.
+The comparisons of `python bench.py ops`: each heavy operation beside the libraries that a user would otherwise pick, at
+the sizes of 350M training or of 700M generation. Each generator below makes the tensors of one operation and yields its
+comparisons. bench.py times them and computes how close they come to the hardware's limit.
 
-    python bench.py ops                         all of them
-    python bench.py ops --only=['scan']         one
+    python bench.py ops                         all operations
+    python bench.py ops --only=['scan']         one operation
 """
 import contextlib
 import copy
@@ -22,9 +22,9 @@ from parallel import ShardedAdamW, select_kernels
 
 
 def compared(op, ours, others, flops, nbytes, count=1, graph=True):
-    """One operation at one size. ours: what to call. others: by name, what a user would otherwise
-    call, or the reason why it is absent. A call does `count` operations of `flops` and `nbytes`
-    each; graph: whether it can be a CUDA graph, which leaves the host's time out."""
+    """One comparison. ours: our function. others: {name: a library's function, or a text that says why it is
+    missing}. A call runs the operation `count` times, with `flops` and `nbytes` each. graph: time it as a CUDA
+    graph, which excludes the host's time."""
     return dict(op=op, ours=ours, others=others, flops=flops, nbytes=nbytes, count=count, graph=graph)
 
 
@@ -36,7 +36,7 @@ def tensors(x):
 
 
 def with_backward(f, inputs):
-    """A function that runs f and the gradients of all its tensor inputs."""
+    """A function that runs f and computes the gradients of all its tensor inputs."""
     inputs = [x.detach().clone().requires_grad_() if torch.is_tensor(x) else x for x in inputs]
     d_outputs = []
     def step():
@@ -47,9 +47,9 @@ def with_backward(f, inputs):
 
 
 def both_passes(name, ours, others, flops):
-    """Rows of the forward pass, and of forward and backward. ours and others: (function, inputs).
-    Forward reads inputs and writes outputs; backward reads both and writes gradients of inputs. In
-    FLOPs backward is twice the forward, nothing recomputed."""
+    """Comparisons of the forward pass, and of forward and backward. ours and others: (function, inputs). The bytes
+    counted: forward reads inputs and writes outputs; backward reads both, and the gradients of outputs, and writes
+    the gradients of inputs. Backward counts twice the FLOPs of forward; recomputation is not counted."""
     def forward(f, inputs):
         return torch.no_grad()(lambda: f(*inputs))
     read, written = (sum(v.nbytes for v in tensors(x)) for x in (ours[1], forward(*ours)()))
@@ -61,7 +61,7 @@ def both_passes(name, ours, others, flops):
 
 
 def library(load):
-    """What load() returns, or why it cannot: a build for another torch fails in many ways."""
+    """What load() returns, or a text that says why it failed. A library built for another torch can raise anything."""
     try:
         return load()
     except Exception as error:
@@ -69,14 +69,14 @@ def library(load):
 
 
 # ----------------------------------------------------------------------------------------------
-# The operations, with tensors of `kind` (a device and a dtype): at full size (`big`) on a GPU, small
-# elsewhere. `compiled`: torch.compile what it can improve.
+# The operations. kind: device and dtype of the tensors. big: full size, on a GPU; else small tensors for a test.
+# compiled: apply torch.compile to plain functions that gain from it.
 
 def scan_rows(kind, big, compiled):
-    """The forms of training: one clean scan that hands out a state per block, and one row per noisy
-    block from its state. mamba-ssm returns the last state alone, so its clean scan does less."""
+    """The two scans of training: a clean stream, which returns the state of every block, and noisy blocks, each a row
+    that starts from its state. mamba-ssm returns only the last state, so it does less work on the clean stream."""
     def load():
-        with ops.plain():                               # it can be imported without its CUDA extension then
+        with ops.plain():                               # makes the package importable without its CUDA extension
             select_kernels("mamba_ssm", kind["device"])
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
         return lambda x, dt, A, B, C, D, state, *_: mamba_chunk_scan_combined(
@@ -101,7 +101,7 @@ def scan_rows(kind, big, compiled):
 
 @contextlib.contextmanager
 def as_written(name):
-    """Inside, the operation of this name is the one as written; those that it calls stay fast."""
+    """Inside, the operation of this name is the plain function; the operations that it calls stay fast."""
     fast = ops.FAST.pop(name, None)
     try:
         yield
@@ -111,8 +111,8 @@ def as_written(name):
 
 
 def mixer_rows(kind, big, compiled):
-    """A whole Mamba mixer over noisy blocks, both its projections included: one operator with one backward beside the
-    same lines, with the fast scan and convolution, under torch.compile."""
+    """A whole Mamba mixer on noisy blocks, with both projections: the fused operator beside the plain
+    model.Mamba2.forward under torch.compile, which uses the same fast scan and convolution."""
     rows, l, d, n, p, heads = (256, 256, 832, 128, 64, 16) if big else (2, 64, 32, 16, 16, 2)
     config = ModelConfig(vocab_size=64, seq_len=l, block_len=l, attn_every=2, n_layer=2, n_head=heads, d_model=d,
                          d_state=n, mamba_head_dim=p)
@@ -138,7 +138,7 @@ def mixer_rows(kind, big, compiled):
 
 
 def sdpa(big, **options):
-    """Scaled dot product attention: both fast backends on a GPU, torch's choice elsewhere."""
+    """{name: scaled dot product attention}: the two fast backends on a GPU, any available backend elsewhere."""
     def attend(backend, q, k, v):
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, v, **options)
@@ -148,7 +148,7 @@ def sdpa(big, **options):
 
 
 def flash_attention_4(block_mask=None, **options):
-    """flash-attn-4 called directly, under a BlockMask or under none; or why it is absent."""
+    """flash-attn-4 called directly, with a BlockMask or without one; or a text that says why it is missing."""
     def load():
         from flash_attn.cute import flash_attn_func
         from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch as Blocks
@@ -163,8 +163,9 @@ def flash_attention_4(block_mask=None, **options):
 
 
 def attention_rows(kind, big, compiled):
-    """Attention of training. Two streams see s^2 pairs a sequence. So do two sequences of s tokens under a causal mask,
-    which is what libraries get that know no other mask. A single block, as in full-sequence models, sees as many."""
+    """Attention of training. Two-stream attention computes s^2 query-key pairs per sequence. Two causal sequences of s
+    tokens have as many pairs: libraries without block masks are timed on those. A full-sequence model, which is one
+    block, also has s^2 pairs."""
     def rival(f, inputs):
         return f if isinstance(f, str) else (f, inputs)
     b, h, s, e, l = (8, 14, 8192, 64, 256) if big else (1, 2, 256, 16, 64)
@@ -188,8 +189,8 @@ def attention_rows(kind, big, compiled):
 
 
 def block_attention_rows(kind, big, compiled):
-    """One block against a cache; the library is given keys that are already joined. Short caches
-    are many, as the layers of a model are, so that they do not stay in the GPU's L2."""
+    """One block against a cache. Libraries get the cache and the block's keys already concatenated. If the cache is
+    short, a call goes over many of them, as over the layers of a model, so that they do not stay in the GPU's L2."""
     h, e, l = (18, 64, 256) if big else (2, 16, 32)
     q, k, v = torch.randn(3, 1, h, l, e, **kind).unbind()
     for n in [0, 1024, 16384, 65536, 262_144] if big else [0, 256]:
@@ -203,12 +204,12 @@ def block_attention_rows(kind, big, compiled):
         def ours(q, keys, values):
             return ops.cached_attention(q, k, v, keys, values, held, l)
         yield compared(f"block attention, {n:,} keys", over_all(ours, caches),
-                     {name: over_all(f, joined) for name, f in sdpa(big).items()},
-                     4 * l * (n + l) * h * e, nbytes, count)
+                       {name: over_all(f, joined) for name, f in sdpa(big).items()},
+                       4 * l * (n + l) * h * e, nbytes, count)
 
 
 def cross_entropy_rows(kind, big, compiled):
-    """Head and loss. Liger's has no weights of tokens, so it does less."""
+    """Head and loss. Liger's loss has no token weights, so it does less work."""
     def load():
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
         fused = LigerFusedLinearCrossEntropyLoss(reduction="sum")
@@ -224,7 +225,7 @@ def cross_entropy_rows(kind, big, compiled):
 
 
 def adamw_rows(kind, big, compiled):
-    """One step in fp32, gradient norm and clipping included: gradients are read twice, parameters
+    """One AdamW step in fp32, with the gradient norm and clipping. Bytes counted: gradients are read twice; parameters
     and both moments are read and written."""
     model = BlockDiffusionLM(config_from_file("mamba_h_350m" if big else "laptop")).to(kind["device"])
     other = copy.deepcopy(model)

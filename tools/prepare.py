@@ -1,9 +1,9 @@
 """
-Makes text into folders that data.py reads, and six zero-shot question sets into one small form. Layouts, the fields of
-rows and those of prepared questions are in docs/data.md.
+Prepares text for training and evaluation, as folders that data.py reads, and converts six zero-shot question sets to
+one format. docs/data.md describes the input layouts and the formats.
 
-Training never needs this module: it runs once, beforehand. `python data.py` hands its command line over to `main`
-here, and `python -m tools.prepare` takes the same one. Nothing else asks for zstandard, huggingface_hub and pyarrow.
+Run it once before training: `python data.py` and `python -m tools.prepare` take the same arguments and call `main`.
+Only this module needs the packages zstandard, huggingface_hub and pyarrow.
 
     python data.py jsonl *.jsonl.zst --val valid.jsonl --tokenizer gpt2 --out data/mine
     python data.py dclm --tokens 5e9
@@ -27,53 +27,52 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-
 from configurator import UserError, check_words, script, tqdm
 from data import (ELSEWHERE, HUB, META, SHARD_TOKENS, SPLITS, TASKS, VERSION, DataError, SplitWriter,
                   check_out, encode, get_tokenizer, prepare_stdlib, read_json, read_meta, sha256,
                   show, write_json, write_meta)
 from files import NO_ROOM, misfit, write_file, writing
 
-SAVE_TOKENS = 4_000_000             # at most this much is held in memory, or lost with a kill
-BATCH_BYTES = 1 << 20               # text that one thread tokenises at a time
-DOWNLOAD = "download.tmp"           # in the prepared folder; check_out ignores the ending
+SAVE_TOKENS = 4_000_000             # tokens held in memory before they are saved; a kill loses at most these
+BATCH_BYTES = 1 << 20               # bytes of text that a thread tokenises at a time
+DOWNLOAD = "download.tmp"           # folder for downloads, inside the prepared folder; check_out ignores .tmp
 
 
 def need(package):
-    """Imports an optional package, or says how to get it."""
+    """Imports an optional package. Raises DataError with the pip command if it is missing."""
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise DataError(f"{package} is missing: pip install {package.split('.')[0]}") from None
+        raise DataError(f"{package} is not installed: pip install {package.split('.')[0]}") from None
 
 
 def unreadable(path, error):
     """The DataError for an input file that cannot be read."""
     why = getattr(error, "strerror", None) or error
-    return DataError(f"{path} cannot be read ({why}): mend it and run the same command again")
+    return DataError(f"{path} cannot be read ({why}): fix that and run the same command again")
 
 
-# -- preparing text: resumable, on all cores, in memory for a few documents -----------------------
+# -- preparing text: resumable, on all cores, in little memory ------------------------------------
 
 @dataclass
 class Source:
-    """One input file. Two preparations are the same if split, name and size agree."""
+    """One input file. A resumed preparation must have sources with the same splits, names and sizes."""
     split: str
-    name: str                       # the ending tells the format
-    fetch: Callable[[], Path]       # its path, downloaded first where need be
-    size: int = 0                   # bytes; 0 if it is on the hub
+    name: str                       # its ending determines the format
+    fetch: Callable[[], Path]       # returns the path; downloads the file first if necessary
+    size: int = 0                   # bytes; 0 for a file on the hub
 
 
 @dataclass
 class Batch:
-    """About BATCH_BYTES of one source: raw records in, documents out."""
+    """About BATCH_BYTES of one source. `tokenise` turns its records into documents."""
     source: Source
-    index: int                      # of the source
+    index: int                      # number of the source
     path: Path
     records: list = field(default_factory=list)     # (line, bytes)
-    documents: list = field(default_factory=list)   # (line, tokens, bytes) or (line, None, why)
-    read: int = 0                   # bytes of the file read so far, as stored
-    last: bool = False              # the file ends here
+    documents: list = field(default_factory=list)   # (line, tokens, bytes), or (line, None, error) if it is bad
+    read: int = 0                   # bytes of the (compressed) file read so far
+    last: bool = False              # whether this is the last batch of the file
 
 
 def zstd_lines(file):
@@ -101,7 +100,7 @@ def is_text(name):
 
 
 def read_records(file, name, done):
-    """(line, bytes) of every document after line `done`: a JSON line, or all of a text file, as line 1."""
+    """(line, bytes) of every document after line `done`. A document is a line of JSON, or a whole .txt file."""
     lines = zstd_lines(file) if name.endswith(".zst") else \
         gzip.open(file) if name.endswith(".gz") else file
     for number, line in enumerate([b"".join(lines)] if is_text(name) else lines, 1):
@@ -110,8 +109,8 @@ def read_records(file, name, done):
 
 
 def read_batches(source, index, path, done):
-    """The batches of one source after line `done`. A damaged file ends in a bad document, one that
-    the system does not let be read in a DataError."""
+    """The batches of one source after line `done`. If the file is damaged, its last document is a bad one. Raises
+    DataError if the system cannot read the file."""
     batch, size, line = Batch(source, index, path), 0, done
     try:
         with open(path, "rb") as file:
@@ -123,7 +122,7 @@ def read_batches(source, index, path, done):
                     yield batch
                     batch, size = Batch(source, index, path), 0
     except (OSError, EOFError, zlib.error) as error:
-        if getattr(error, "errno", None):       # the system's: damaged data has no number
+        if getattr(error, "errno", None):       # an error of the system; damaged data has no errno
             raise unreadable(path, error) from None
         batch.records.append((line + 1, error))
     batch.last, batch.read = True, path.stat().st_size if path.is_file() else 0
@@ -131,8 +130,7 @@ def read_batches(source, index, path, done):
 
 
 def document_text(raw, name):
-    """The text of one record: whatever the format, without a byte order mark and with lines that end in \\n. Raises
-    ValueError with what is wrong with it."""
+    """The text of one record, without a byte order mark, its line ends as \\n. Raises ValueError for a bad record."""
     if isinstance(raw, Exception):
         raise ValueError(raw)
     try:
@@ -153,7 +151,7 @@ def document_text(raw, name):
 
 
 def tokenise(tokenizer, batch):
-    """Fills batch.documents. For threads: tiktoken works outside the interpreter's lock."""
+    """Fills batch.documents. Runs in threads: tiktoken releases the interpreter lock."""
     for line, raw in batch.records:
         try:
             document = encode(tokenizer, document_text(raw, batch.source.name))
@@ -165,7 +163,7 @@ def tokenise(tokenizer, batch):
 
 
 def ordered_map(pool, function, items, ahead):
-    """pool.map that keeps the order, and never has more than `ahead` items under way."""
+    """Like pool.map, but at most `ahead` items are in progress at a time. Results come in order."""
     waiting = deque()
     for item in items:
         waiting.append(pool.submit(function, item))
@@ -181,11 +179,11 @@ PROGRESS = {"command": str, "made_from": dict, "skipped": range(2 ** 48), "split
 
 
 class Preparation:
-    """Makes sources into a prepared folder; what it writes is a function of its settings alone.
+    """Turns sources into a prepared folder. The result depends only on the sources and the settings.
 
-    progress.json notes, at a document's end, how far reading and the writers are; a later run goes
-    on from there. budget: stop after the document with which the first source's split has this
-    many tokens. val_fraction: the share of documents, picked by checksum, for validation.
+    progress.json records the positions of the reader and the writers after a document, and a later run continues
+    from there. budget: stop when the split of the first source has this many tokens; the last document is kept
+    whole. val_fraction: the share of documents that go to validation, chosen by checksum.
     """
 
     def __init__(self, out, sources, tokenizer, source, revision="", budget=0, val_fraction=0.0,
@@ -200,7 +198,7 @@ class Preparation:
             shard_tokens=shard_tokens or SHARD_TOKENS)
 
     def run(self, workers=None):
-        """Prepares what is not there yet and returns meta.json's content. Raises DataError."""
+        """Prepares what is missing and returns the content of meta.json. Raises DataError."""
         workers = workers or os.cpu_count()
         with writing(self.out, ELSEWHERE):
             if self.finished():
@@ -219,14 +217,14 @@ class Preparation:
             return self.finish()
 
     def finished(self):
-        """True if there is nothing left to do; else takes up where progress.json is, or begins."""
+        """True if the folder is complete. Otherwise loads progress.json, or begins without it."""
         check_out(self.out, "meta.json", "progress.json")
         self.out.mkdir(parents=True, exist_ok=True)
         names = [name for name in ("meta.json", "progress.json") if (self.out / name).is_file()]
         saved = read_json(self.out / names[0], META if names[0] == "meta.json" else PROGRESS) if names else {}
         if names and saved.get("made_from") != self.made_from:
-            raise DataError(f"{self.out} was made from other files or with other settings: move it "
-                            "away, or choose another --out")
+            raise DataError(f"{self.out} was made from other files or with other settings: move it away, or "
+                            "choose another --out")
         if "meta.json" in names:
             return True
         self.position, self.skipped = saved.get("position", [0, 0]), saved.get("skipped", 0)
@@ -244,7 +242,7 @@ class Preparation:
         return 0 < self.budget <= self.n_first()
 
     def batches(self, pool):
-        """All batches from the saved position on; the next source is fetched while one is read."""
+        """All batches from the saved position on. While one source is read, the next one is fetched."""
         start, line = self.position
         if self.full() or start == len(self.sources):
             return
@@ -257,7 +255,7 @@ class Preparation:
             line = 0
 
     def take(self, batch):
-        """Adds one batch's documents in order, up to the budget or to one that is bad."""
+        """Adds the documents of a batch in order. Stops at the budget, or at a bad document without skip_bad."""
         for line, tokens, what in batch.documents:
             if tokens is None:
                 self.bad(f"{batch.source.name}:{line}: {what}")
@@ -269,14 +267,14 @@ class Preparation:
                 break
         if batch.last and not self.full():
             self.position = [batch.index + 1, 0]
-        used_up = batch.last and self.out in batch.path.parents     # a download, read to its end
+        used_up = batch.last and self.out in batch.path.parents     # a downloaded file, completely read
         if used_up or sum(writer.n_pending for writer in self.writers.values()) > SAVE_TOKENS:
             self.save()
         if used_up:
             batch.path.unlink(missing_ok=True)
 
     def show_progress(self, batch, bar):
-        """Moves the bar, whose end, without a budget, is judged by the share of the files read."""
+        """Moves the progress bar. Without a budget, its total is estimated from the share of bytes read."""
         size = sum(source.size for source in self.sources)
         if size and not self.budget:
             read = sum(source.size for source in self.sources[:batch.index]) + batch.read
@@ -284,28 +282,27 @@ class Preparation:
         bar.update(self.n_first() - bar.n)
 
     def bad(self, what):
-        """Counts a bad document; without skip_bad, stops before it with all earlier ones saved."""
+        """Counts a bad document. Without skip_bad, saves all earlier documents and raises DataError."""
         if not self.skip_bad:
             self.save()
-            raise DataError(f"{what}; add --skip_bad, run the same command again, and it goes on "
-                            "from there, or mend it and choose another --out")
+            raise DataError(f"{what}; add --skip_bad and run the same command again to continue without it, or fix "
+                            "the document and choose another --out")
         self.skipped += 1
         print(f"skipped {what}", file=sys.stderr)
 
     def save(self):
-        """First the documents, then the note of how far they go."""
+        """Saves the documents first and then progress.json, which must never be ahead of them."""
         write_json(self.out / "progress.json", dict(
             command=self.command, made_from=self.made_from, position=self.position,
             skipped=self.skipped, splits={s: w.save() for s, w in self.writers.items()}))
 
     def finish(self):
-        """Writes meta.json and returns it; says so if the source ended before the budget."""
+        """Writes meta.json and returns its content. Prints a line if the source ended before the budget."""
         wanted = [source.split for source in self.sources] + ["val"] * (self.val_fraction > 0)
         for split in wanted:
             if not self.writers[split].documents:
-                raise DataError(f"no document went to the {split} split: remove {self.out} and "
-                                "give more text, or another --val_fraction, or name files with --val; "
-                                "a .txt file is one document")
+                raise DataError(f"no document went to the {split} split: remove {self.out} and give more text, "
+                                "another --val_fraction, or files with --val; a .txt file is one document")
         meta = write_meta(self.out, self.source, self.revision, self.tokenizer.name, self.writers,
                           self.skipped, self.made_from)
         if self.budget and not self.full():
@@ -315,21 +312,21 @@ class Preparation:
         return meta
 
     def clean(self):
-        """Removes what only the preparation needed."""
+        """Removes progress.json, downloads and temporary files."""
         (self.out / "progress.json").unlink(missing_ok=True)
         shutil.rmtree(self.out / DOWNLOAD, ignore_errors=True)
-        for left in self.out.glob("*.json.*.tmp"):      # by a kill while it was written
+        for left in self.out.glob("*.json.*.tmp"):      # left by a kill during a write
             left.unlink()
 
 
 def local_sources(paths, split):
-    """Sources for the user's own files. Raises DataError for a missing or unknown one."""
+    """Sources for the user's own files. Raises DataError for a missing file or an unknown ending."""
     sources = []
     for path in map(Path, paths):
         if not path.is_file():
             raise DataError(f"{path} is not a file: name .jsonl or .txt files, also as .zst or .gz")
         if not re.search(r"\.(jsonl|json|txt)(\.zst|\.gz)?$", path.name):
-            raise DataError(f"{path} has none of the endings .jsonl, .json, .txt, with .zst or .gz")
+            raise DataError(f"{path} must have one of the endings .jsonl, .json and .txt, perhaps before .zst or .gz")
         sources.append(Source(split, path.name, functools.partial(Path, path), path.stat().st_size))
     return sources
 
@@ -337,7 +334,7 @@ def local_sources(paths, split):
 # -- data sets on the hub -------------------------------------------------------------------------
 
 def on_hub(repo, call, *args, **kwargs):
-    """Calls one of huggingface_hub's functions; its errors become a DataError."""
+    """Calls a function of huggingface_hub and turns its errors into a DataError."""
     try:
         return call(repo, *args, **kwargs)
     except Exception as error:      # the hub's, the network's and the disk's errors
@@ -351,9 +348,9 @@ def on_hub(repo, call, *args, **kwargs):
 
 
 def hub_files(repo, revision, wanted, out, local=None, what=""):
-    """The files of a data set that match `wanted`, sorted: (names, fetch(name) -> path, revision).
+    """The files of a data set that match `wanted`: (sorted names, fetch(name) -> path, revision).
 
-    local: a folder with the repository's layout, to use in place of the hub; what: they are, for the error.
+    local: a folder with the repository's layout, read instead of the hub. what: names the files in the error message.
     """
     if local:
         names = [p.relative_to(local).as_posix() for p in Path(local).rglob("*") if p.is_file()]
@@ -383,16 +380,14 @@ def hub_sources(name, out, local=None):
 # -- question sets --------------------------------------------------------------------------------
 
 def hellaswag_clean(text):
-    """HellaSwag's WikiHow part carries traces of the web page."""
+    """Removes the markup that HellaSwag's WikiHow texts contain."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 
 
 def template(task, row):
-    """(context or one context per choice, choices, gold or None) as lm-evaluation-harness has them.
-
-    Templates of its commit 4e7e0d47. HellaSwag rows may be preprocessed: query, choices, label.
-    """
+    """(context or a list of contexts, choices, gold or None), by the templates of lm-evaluation-harness at commit
+    4e7e0d47. HellaSwag rows may be preprocessed already: query, choices, label."""
     if task == "hellaswag" and "query" in row:
         return row["query"], row["choices"], row["label"]
     if task == "hellaswag":
@@ -403,7 +398,7 @@ def template(task, row):
     if task == "boolq":
         context = f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:"
         return context, ["no", "yes"], row["answer"] if "answer" in row else row["label"]
-    if task == "winogrande":        # the options differ, the text behind them is what is scored
+    if task == "winogrande":        # the contexts differ in the option; the same text after it is scored
         before, after = row["sentence"].split("_", 1)
         contexts = [before + row["option1"], before + row["option2"]]
         return contexts, [after.strip()] * 2, {"1": 0, "2": 1}.get(str(row["answer"]))
@@ -413,10 +408,8 @@ def template(task, row):
 
 
 def question(task, row, number):
-    """One row as {task, id, context or contexts, choices, gold}; choices begin with their space.
-
-    Raises ValueError with what is wrong with the row.
-    """
+    """One row as {task, id, context or contexts, choices, gold}. Each choice begins with a space. Raises ValueError
+    for a bad row."""
     try:
         context, choices, gold = template(task, row)
         choices = [" " + choice for choice in choices]
@@ -437,7 +430,7 @@ def read_rows(path):
     parquet = need("pyarrow.parquet") if path.suffix == ".parquet" else None
     try:
         rows = parquet.read_table(path).to_pylist() if parquet else path.read_bytes().splitlines()
-    except (OSError, ValueError) as error:      # a ValueError is pyarrow's
+    except (OSError, ValueError) as error:      # pyarrow raises ValueError
         raise unreadable(path, error) from None
     for number, row in enumerate(rows, 1):
         try:
@@ -448,8 +441,8 @@ def read_rows(path):
 
 
 def task_files(task, out, local, split):
-    """hub_files for one task and split. In a local folder they are in a folder named after the task, or in one named
-    after the repository, as on the hub; the split is part of their name."""
+    """hub_files for one task and split. With `local`, the files are in a subfolder named after the task or after the
+    repository, and the split is part of their names."""
     repo, config, _ = TASKS[task]
     what = f"{split} split of {task}: name another with --split"
     if not local:
@@ -460,8 +453,8 @@ def task_files(task, out, local, split):
 
 
 def prepare_task(task, out, local, split):
-    """Writes out/<task>.jsonl and returns its part of meta.json. Raises DataError that names the
-    file and line of a bad row."""
+    """Writes out/<task>.jsonl and returns its entry in meta.json. Raises DataError with the file and line of a bad
+    row."""
     names, fetch, revision = task_files(task, out, local, split)
     rows = []
     for name in names:
@@ -478,8 +471,8 @@ def prepare_task(task, out, local, split):
 
 
 def prepare_mcqa(out="data/mcqa", tasks=None, local=None, split=None):
-    """Writes out/<task>.jsonl for the tasks (None: all, or all that `local` holds) and meta.json, whose content it
-    returns. split: None for the one that TASKS names. Raises UserError for tasks that cannot be made, after making all
+    """Writes out/<task>.jsonl for each task, and meta.json. Returns the content of meta.json. tasks: None for all, or
+    for all that `local` holds. split: None for the default in TASKS. If tasks fail, raises UserError after making the
     others."""
     out, failed = Path(out), []
     if tasks is None:
@@ -497,13 +490,13 @@ def prepare_mcqa(out="data/mcqa", tasks=None, local=None, split=None):
         for task in tasks:
             try:
                 meta["tasks"][task] = prepare_task(task, out, local, split or TASKS[task][2])
-                write_json(out / "meta.json", meta)     # each time, for it says that the folder is ours
+                write_json(out / "meta.json", meta)     # after each task: check_out accepts only a folder with it
             except UserError as error:
                 failed.append(str(error))
         shutil.rmtree(out / DOWNLOAD, ignore_errors=True)
         if failed:
             with contextlib.suppress(OSError):
-                out.rmdir()                             # where nothing was made
+                out.rmdir()                             # removes the folder only if it is empty
             raise DataError("; ".join(failed) + "; the other tasks are made" * (len(failed) < len(tasks)))
     return meta
 
@@ -511,7 +504,7 @@ def prepare_mcqa(out="data/mcqa", tasks=None, local=None, split=None):
 # -- the script -----------------------------------------------------------------------------------
 
 def number(least, below, whole=True):
-    """A type for argparse: a number in these bounds, as nan and inf never are; 5e9 is whole."""
+    """A type for argparse: a number with least <= value < below, never nan or inf. 5e9 counts as whole."""
     def parse(text):
         try:
             value = float(text)
@@ -525,7 +518,7 @@ def number(least, below, whole=True):
 
 
 def named(text):
-    """A type for argparse: the name of a folder. An empty one would be the current folder."""
+    """A type for argparse: the name of a folder. Refuses an empty name, which would mean the current folder."""
     if not text.strip():
         raise argparse.ArgumentTypeError("the name is empty: name a folder")
     return text
@@ -574,13 +567,13 @@ def parse_arguments(argv):
 
 
 def prepare_text(args, argv):
-    """The commands jsonl, dclm, c4 and paloma."""
+    """Runs the commands jsonl, dclm, c4 and paloma."""
     budget, val_fraction = 0, getattr(args, "val_fraction", 0.0)
     if args.command == "jsonl":
         sources = local_sources(args.paths, "train") + local_sources(args.val, "val")
         source, revision = "local files", ""
         if not sources:
-            raise DataError("no files: name some, python data.py jsonl PATH... --out DIR")
+            raise DataError("no files: name some, as in python data.py jsonl PATH... --out DIR")
     else:
         sources, source, revision = hub_sources(args.command, args.out, args.local)
         budget = args.tokens if args.command == "dclm" else args.sequences * args.seq_len
@@ -589,12 +582,12 @@ def prepare_text(args, argv):
             args.out, sources, args.tokenizer, source, revision, budget, val_fraction,
             args.skip_bad, shlex.join(["python", "data.py", *argv])).run(args.workers)
     except KeyboardInterrupt:
-        print("\nrun the same command again and it goes on", file=sys.stderr)
+        print("\nstopped; run the same command again and it goes on", file=sys.stderr)
         raise
 
 
 def main(argv):
-    """Runs one command. A mistake ends the process, in the way of configurator.script."""
+    """Runs one command. Errors end the process as in configurator.script."""
     with script("data.py"):
         check_words(argv)
         args = parse_arguments(argv)

@@ -1,5 +1,5 @@
 """
-Where the time of one training step, or of one denoising step, goes: its kernels by kind and by name.
+Profiles one training step or one denoising step: the time of its kernels, by kind and by name.
 
     python -m tools.profile_step --configs=mamba_h_350m,bdlm_attention_350m     # training steps
     python -m tools.profile_step --sampling=true --configs=mamba_h_700m         # denoising steps
@@ -17,11 +17,11 @@ from model import BlockDiffusionLM, config_from_file
 from parallel import ShardedAdamW, ampere, compile_layers, hardware, pick_device, pick_dtype, select_kernels
 from sample import open_engine
 
-configs = []                            # files of config/; []: mamba_h_350m, on a CPU laptop
-sampling = False                        # profile a denoising step instead, after an empty prefix
-micro_batch_size = 8
+configs = []                            # names of files in config/; []: mamba_h_350m on a GPU, laptop on a CPU
+sampling = False                        # True: profile a denoising step with an empty prefix; False: a training step
+micro_batch_size = 8                    # sequences of a training step
 top = 20                                # kernels to print by name
-out = ""                                # also write the JSON here
+out = ""                                # also write the profile to this JSON file
 
 SCAN = ("steps_kernel", "forward_kernel", "tiles_kernel", "after_kernel", "before_kernel", "decays_kernel",
         "walk_kernel", "pass_kernel")
@@ -66,7 +66,7 @@ def denoising_step(config, dev):
 
 
 def kernels_of(step, dev):
-    """[name, calls, milliseconds] of one call's kernels (operators on a CPU), the slowest first."""
+    """(name, calls, milliseconds) of each kernel that step() launches, or operator on a CPU; the slowest first."""
     on_gpu = dev.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as record:
         step()
@@ -82,7 +82,7 @@ def main():
     check_file("out", out)
     dev, found = torch.device(pick_device("auto")), {}
     names = configs or ["mamba_h_350m" if dev.type == "cuda" else "laptop"]
-    every = [config_from_file(name) for name in names]      # so that a wrong name costs no profile
+    every = [config_from_file(name) for name in names]      # read all first: a wrong name fails before any profile
     print(f"{', '.join(names)} on {dev} | {select_kernels('auto', dev)}", flush=True)
     for name, config in zip(names, every):
         torch.compiler.reset()

@@ -1,14 +1,13 @@
 """
-Quality against speed: how decoders of block models trade tokens/s for the quality of the text. Every model continues
-the same held-out prompts with every decoder; one other block model, the judge, scores all continuations and the real
-ones.
+Text quality against generation speed, for the decoders of block models. Every model continues the same held-out prompts
+with every decoder. Another block model, the judge, scores all continuations, and the real ones for comparison.
 
     python -m tools.quality --checkpoints=out/a,out/b --judge=out/c --data=data/web
     python -m tools.quality --draw=FILE.json            # only the table and the picture
 
-Bits per byte under the judge are a bound (its NELBO), and low for dull text as well as for good text: read them beside
-the entropy and the repeated 4-grams, and beside the same figures of the real continuations. None of them can tell
-whether a text is true, or stays on its subject for longer than the judge remembers.
+The judge's bits per byte are an upper bound (its NELBO). They are low for good text, and for repetitive text too: read
+them beside the entropy and the share of repeated 4-grams, and compare with the real continuations. No figure here tells
+whether a text is true, or coherent beyond the judge's context.
 """
 from configurator import ConfigError, check, configure, script, tqdm  # first: see quiet_interrupt
 import json
@@ -28,18 +27,18 @@ from parallel import Parallel, hardware, pick_dtype, select_kernels
 
 # -- settings --
 checkpoints = []                        # block models to compare: files, folders or hf://owner/name
-judge = ""                              # a block model that scores all texts; best one of another seed
+judge = ""                              # the block model that scores; best one trained with another seed
 data = ""                               # a prepared folder; prompts come from its validation split
 decoders = ["random:1", "random:4", "random:16", "random:64", "confidence:4", "confidence:16",
-            "threshold:0.9", "threshold:0.7", "first_hitting"]      # order:p, or threshold:confidence
+            "threshold:0.9", "threshold:0.7", "first_hitting"]      # order:tokens_per_step, or threshold:threshold
 prompts = 64                            # spread evenly over the validation text
-prompt_len = 256                        # tokens of each
-length = 512                            # tokens of each continuation
-batch_size = 64                         # rows that are generated side by side
-mc = 8                                  # noise samples of the judge
+prompt_len = 256                        # tokens of a prompt
+length = 512                            # tokens of a continuation
+batch_size = 64                         # prompts continued at the same time
+mc = 8                                  # noise samples per text, for the judge
 seed = 1337                             # of all draws
-out = "out/quality.json"                # gets the figures; the picture goes beside it, as .png
-draw = ""                               # such a file: draw it, and generate nothing
+out = "out/quality.json"                # the results; the picture gets the same name with .png
+draw = ""                               # a results file: only print and draw it
 device = "auto"                         # auto, cpu, cuda or mps
 dtype = "auto"                          # auto: bfloat16 where the GPU has it, float32 elsewhere
 
@@ -48,7 +47,7 @@ COLUMNS = dict(model="", decoder="", tok_per_s=",.0f", passes=".1f", bpb=".3f", 
 
 
 def make_sampler(decoder, rows, mask_id):
-    """The Sampler of a decoder such as "random:16" for rows of these numbers."""
+    """The Sampler of a decoder such as "random:16". rows: row numbers, which determine the seeds."""
     order, _, value = decoder.partition(":")
     try:
         how = dict(threshold=float(value)) if order == "threshold" else dict(tokens_per_step=int(value or 16))
@@ -64,7 +63,8 @@ def repeated(tokens):
 
 
 def figures(texts, windows, judge_model, sizes, parallel):
-    """What is said of texts (n, length), continuations of the prompts of windows (n, prompt_len + length)."""
+    """Bits per byte, entropy and repetition of texts (n, length), which continue the prompts at the start of windows
+    (n, prompt_len + length)."""
     pairs = [[pair] for pair in zip(windows[:, :prompt_len].tolist(), texts.tolist())]
     nats = evaluation.score_answers(judge_model, pairs, parallel, "nelbo", seed, mc,
                                     8 * judge_model.config.seq_len, "judge")[:, 0]
@@ -74,13 +74,14 @@ def figures(texts, windows, judge_model, sizes, parallel):
 
 
 def continued(engine, decoder, windows):
-    """(continuations (n, length), tokens/s of all rows together, forward passes per block) by one decoder."""
+    """Continues all prompts with one decoder. Returns texts (n, length), tokens/s of a whole batch, and forward passes
+    per block."""
     model, new_decoder = engine
     texts, seconds, passes = [], 0.0, []
     for rows in evaluation.batches(range(len(windows)), batch_size):
         starts = list(windows[list(rows), :prompt_len])
-        # The first time compiles and records; its figures do not count.
-        for counted in (False, True) if not texts else (True,):
+        # The first batch runs twice: the first run compiles and records graphs, and only the second one is timed.
+        for _ in range(1 if texts else 2):
             sampler = make_sampler(decoder, rows, model.config.mask_id)
             done = sample.generate(model, starts, length, sampler, new_decoder)
         texts.append(torch.stack(done.tokens)[:, prompt_len:].cpu())
@@ -91,7 +92,7 @@ def continued(engine, decoder, windows):
 
 
 def compare():
-    """All models with all decoders: the record that is written."""
+    """Runs all models with all decoders. Returns what main writes as JSON."""
     parallel = Parallel(device, 300)
     dev, rows = parallel.device, []
     line, half = select_kernels("auto", dev), pick_dtype(dtype, parallel.device)
@@ -100,13 +101,14 @@ def compare():
     val = TokenData(data or judge_known["data"], "val", tokenizer.name)
     every = val.sequences(prompt_len + length)
     if len(every) < prompts:
-        raise ConfigError(f"the validation text has {len(every)} pieces of {prompt_len + length} tokens; lower prompts")
+        raise ConfigError(f"the validation text has {len(every)} pieces of {prompt_len + length} tokens, but prompts "
+                          f"is {prompts}; lower prompts")
     windows = every[torch.linspace(0, len(every) - 1, prompts).round().long()]
     opened = [(path, *evaluation.open_checkpoint(path, dev)) for path in checkpoints]
     for path, model, theirs, _ in opened:
         if model.config.full_sequence or theirs.name != tokenizer.name:
             raise ConfigError(f"{path} must be a block model with the judge's tokenizer, {tokenizer.name}")
-    for decoder in decoders:
+    for decoder in decoders:                            # a wrong name fails here, before any work
         make_sampler(decoder, [0], 0)
     rows.append(dict(model="real text", decoder="", **figures(
         windows[:, prompt_len:].numpy(), windows, judge_model, sizes, parallel)))
@@ -148,7 +150,7 @@ def picture(record, path):
                 textcoords="offset points", color="0.4", fontsize=8)
     ax.set_xscale("log")
     ax.margins(x=0.15)
-    ax.set(xlabel=f"tokens/s, {min(record['settings'][key] for key in ('batch_size', 'prompts'))} rows side by side",
+    ax.set(xlabel=f"tokens/s, {min(record['settings'][key] for key in ('batch_size', 'prompts'))} rows in a batch",
            ylabel="bits per byte under the judge")
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False, fontsize=8)
@@ -165,7 +167,7 @@ def main():
         with open(draw) as f:
             record = json.load(f)
     elif not checkpoints or not judge:
-        raise ConfigError("there is nothing to compare; name --checkpoints=out/a,out/b and a --judge=out/c")
+        raise ConfigError("there is nothing to compare; give --checkpoints=out/a,out/b and --judge=out/c")
     else:
         record = compare()
         write_file(out, json.dumps(record, indent=1))

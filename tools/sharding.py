@@ -1,12 +1,14 @@
 """
-Training throughput with three ways to shard AdamW, the measurement behind parallel.ShardedAdamW:
+Compares the training throughput of parallel.ShardedAdamW with that of two ways to shard AdamW in torch:
 
     torchrun --nproc_per_node=2 -m tools.sharding --out=assets/sharding.json
 
-ours: parallel.ShardedAdamW. zero: DistributedDataParallel and ZeroRedundancyOptimizer (stage 1, and its state cannot
-move to another number of ranks). fsdp: fully_shard with reshard_after_forward=False (it hooks every module and saves
-through a checkpoint library of its own). The same model, batch, compiled layers and bf16 autocast each time; the
-loss after three steps says that they compute the same. Without GPUs: gloo, and config/laptop.py in fp32.
+  ours   parallel.ShardedAdamW
+  zero   DistributedDataParallel and ZeroRedundancyOptimizer: stage 1; its state is tied to the number of ranks
+  fsdp   fully_shard with reshard_after_forward=False: hooks every module and needs torch's distributed checkpoints
+
+All three use the same model, batch, compiled layers and bf16 autocast. The losses after three steps are compared, which
+checks that all three train alike. Without GPUs it runs config/laptop.py in fp32 over gloo.
 """
 from configurator import ConfigError, check, configure, script  # first: see quiet_interrupt
 import gc
@@ -24,18 +26,19 @@ from files import check_file, write_file
 from model import BlockDiffusionLM, config_from_file
 from parallel import Parallel, ShardedAdamW, ampere, compile_layers, hardware, select_kernels
 
-config = ""                             # a file of config/; empty: mamba_h_350m, on a CPU laptop
-micro_batch_size = 8                    # sequences on a device
-iterations = 10
-only = []                               # of ours, zero and fsdp; []: all
+config = ""                             # name of a file in config/; empty: mamba_h_350m on a GPU, laptop on a CPU
+micro_batch_size = 8                    # sequences per device
+iterations = 10                         # measured steps
+only = []                               # some of ours, zero and fsdp; []: all three
 device = "auto"
-out = ""                                # also write the JSON here
+out = ""                                # also write the results to this JSON file
 
 LR, BETAS, DECAY = 1e-3, (0.9, 0.95), 0.1
 
 
 def ours(model, parallel):
-    """The module to call and what takes a step; its gradients are summed, so each rank has its share."""
+    """Returns (the module to call, a function that makes the update). Gradients are summed over ranks, so `measure`
+    divides each rank's loss by the number of ranks."""
     optimizer = ShardedAdamW(model, LR, BETAS, DECAY, parallel.rank, parallel.world)
 
     def update():
@@ -45,7 +48,7 @@ def ours(model, parallel):
 
 
 def library(wrap, optimizer_of):
-    """The same of a library, whose gradients are averaged over ranks."""
+    """Makes a function like `ours` from torch's wrapper and optimizer. They average gradients over ranks."""
     def build(model, parallel):
         wrapped = wrap(model)
         optimizer = optimizer_of(model.param_groups(DECAY))
@@ -77,9 +80,9 @@ def fsdp(model):
 
 
 def measure(name, build, c, parallel):
-    """A row: the median step, and the losses (means over ranks) before each of the first four."""
+    """One row of results: the median time of a step, and the losses of the first four steps, averaged over ranks."""
     dev = parallel.device
-    gc.collect()                                        # the wrapped model before this one is a cycle
+    gc.collect()                                        # the previous wrapped model is in a reference cycle
     release()
     torch.manual_seed(0)
     model = BlockDiffusionLM(c).to(dev)
@@ -115,7 +118,7 @@ def main():
     check_file("out", out)
     parallel = Parallel(device, 300)
     if parallel.world == 1:
-        raise ConfigError("one process shards nothing: torchrun --nproc_per_node=2 -m tools.sharding")
+        raise ConfigError("one process shards nothing; start two: torchrun --nproc_per_node=2 -m tools.sharding")
     on_gpu, rows = parallel.device.type == "cuda", []
     kernels = select_kernels("auto", parallel.device)
     name = config or ("mamba_h_350m" if on_gpu else "laptop")
@@ -125,7 +128,7 @@ def main():
     for kind, build in ((k, kinds[k]) for k in only or kinds):
         try:
             rows.append(measure(kind, build, c, parallel))
-        except Exception as error:                      # one that cannot run is a row that says so
+        except Exception as error:                      # report the failure as a row and go on
             rows.append(dict(sharding=kind, error=f"{type(error).__name__}: {str(error)[:200]}"))
         say(rows[-1], flush=True)
     after = {r["sharding"]: r["losses"][3] for r in rows if "losses" in r}

@@ -1,14 +1,14 @@
 """
-Trains many runs on the GPUs of one machine and puts them side by side: the paper's grid of four models
-and five learning rates (tab:validation-87m-full), or the four models and ablations on a small text.
+Trains and evaluates many runs on the GPUs of one machine and compares them in a table and a picture. For example: the
+paper's grid of four models and five learning rates (tab:validation-87m-full), or the models and ablations on novels.
 
     python -m tools.sweep config/sweep/87m.py           # the paper's grid: 100B tokens
     python -m tools.sweep config/sweep/novels.py        # minutes; needs data/novels
-    python -m tools.sweep --draw=FILE.json,FILE2.json   # only tables and picture of sweeps before: the first,
-                                                        # and beside it how far repetitions part
+    python -m tools.sweep --draw=FILE.json,FILE2.json   # only tables and picture of finished sweeps; the files after
+                                                        # the first are repetitions, drawn thin and hollow
 
-Each run is `train.py` in a process of its own and right after it `eval.py`. Start the same command again after
-an interrupt or a failure: what is done is not done again, and what was begun goes on from its checkpoint.
+Each run is one process of `train.py`, followed by one of `eval.py`. After an interrupt or a failure, start the same
+command again: finished runs are kept, and unfinished ones continue from their checkpoints.
 """
 from configurator import ConfigError, check, configure, script, settings_of, tqdm  # first: see quiet_interrupt
 import contextlib
@@ -38,34 +38,34 @@ from parallel import ROOT, hardware, pick_device
 # ---------------------------------------------------------------------------------------------
 # Settings
 out_dir = "out/sweep"
-runs = []                               # each a config file of train.py, then settings: "FILE a=1 b=2"
-learning_rates = []                     # tried with every run; []: the one that its file names
-pick_iters = 0                          # steps of a run that picks a learning rate for all runs of a
-                                        # config file; 0: the table has every run with every rate
+runs = []                               # each is a config file of train.py and settings: "FILE a=1 b=2"
+learning_rates = []                     # learning rates to try; []: the one in the config file
+pick_iters = 0                          # 0: run everything with every learning rate. Above 0: try the rates in runs of
+                                        # this many steps, and use the best one for all runs of that config file
 transfer_rate = False                   # multiply the picked rate by sqrt(pick_iters / max_iters), the paper's rule
                                         # for a longer run (paper.transfer_lr)
-settings = ""                           # of all runs, as in "data=data/mine seed=1"; a run's own win
-gpus_per_run = 1                        # GPUs that one run is spread over (on a CPU: processes)
+settings = ""                           # of all runs, as in "data=data/mine seed=1"; a run's own settings win
+gpus_per_run = 1                        # GPUs of one run (on a CPU: processes)
 runs_per_gpu = 1                        # runs that share a GPU, for small models
-eval_settings = "mc=8"                  # of eval.py
-figure = ""                             # where to draw the curves; empty: out_dir/sweep.png
-table = ""                              # where to write the table as JSON; empty: out_dir/sweep.json
-draw = ""                               # such JSONs, between commas: show and draw them, and train nothing
+eval_settings = "mc=8"                  # settings of eval.py
+figure = ""                             # draw the curves in this file; empty: out_dir/sweep.png
+table = ""                              # write the table to this JSON file; empty: out_dir/sweep.json
+draw = ""                               # JSON files between commas: only print and draw them
 # ---------------------------------------------------------------------------------------------
 
-DIE_WITH = getattr(ctypes.CDLL(None), "prctl", None)     # Linux alone can end a process with the one that started it
+DIE_WITH = getattr(ctypes.CDLL(None), "prctl", None)     # on Linux, ends a child process when its parent dies
 PICTURE = rb"\x89PNG|%PDF|<\?xml"
 NUMBER = (int, float, type(None))
 FIGURES = {**dict.fromkeys("nelbo nelbo_se nelbo_se_noise ppl_se bpb acc acc_se tokens samples".split(), NUMBER),
-           "ppl": (int, float)}         # of a text, of those that eval.py writes
+           "ppl": (int, float)}         # the fields of eval.py's results on a text that are used here
 REPORT = {"results": [{"parameters": int, "text": {"*": {**FIGURES, "nats": [(int, float)]}}}]}
 ROW = {"name": str, "base": str, "points": [{"step": int, "val": (int, float), "train": NUMBER}], "?error": str,
        "?eval": FIGURES, "?nats": [(int, float)],
        **dict.fromkeys(("?learning_rate", "?tokens", "?parameters", "?val_loss"), NUMBER)}
-RESULTS = {"runs": lambda rows: rows and not misfit(rows, [ROW])}           # the form of the table as JSON
-EVALUATION = 100                        # steps that an evaluation counts for in the progress bar
+RESULTS = {"runs": lambda rows: rows and not misfit(rows, [ROW])}           # the form of the JSON table
+EVALUATION = 100                        # in the progress bar an evaluation counts as this many steps
 SAME_RESULT = {"out_dir", "resume", "micro_batch_size", "log_interval", "device", "kernels", "compile",
-               "dist_timeout"}          # settings of train.py that may change between two starts
+               "dist_timeout"}          # settings of train.py that may differ when a run continues
 COLUMNS = {"parameters": ("parameters", ","), "rate": ("learning_rate", "g"), "tokens": ("tokens", ","),
            "train": ("train_loss", ".4f"), "val": ("val_loss", ".4f"), "NELBO": ("nelbo", ".4f"),
            "+-text": ("nelbo_se", ".4f"), "+-noise": ("nelbo_se_noise", ".4f"), "PPL": ("ppl", ".2f"),
@@ -74,9 +74,9 @@ COLUMNS = {"parameters": ("parameters", ","), "rate": ("learning_rate", "g"), "t
 
 class Run:
     """
-    One training run: a config file, settings on top of it, and the folder that it writes. Of settings
-    given twice the later wins: those of all runs, then `picked`, then the run's own. The folder's
-    run.json holds the settings and what has ended well: "trained", and "evaluated" by which settings.
+    One training run: a config file, settings, and an output folder. Settings of the run itself override `picked`,
+    which override the settings of all runs. The folder's run.json holds the settings, "trained": true after a
+    successful training, and "evaluated": the eval_settings of a successful evaluation.
     """
 
     def __init__(self, line, *picked):
@@ -101,7 +101,7 @@ class Run:
         write_json(self.path("run.json"), {**self.state, **news})
 
     def claim(self):
-        """Notes the settings in the folder. Raises ConfigError if it holds a run of other settings."""
+        """Writes the settings to run.json. Raises ConfigError if the folder holds a run with other settings."""
         mine = {k: v for k, v in self.settings.items() if k not in SAME_RESULT}
         held = self.state.get("settings", mine)
         changed = [k for k in mine if held.get(k) != mine[k]]
@@ -111,14 +111,14 @@ class Run:
         self.remember(settings=mine)
 
     def rows(self):
-        """What log.jsonl holds so far."""
+        """The rows of log.jsonl so far."""
         with contextlib.suppress(FileNotFoundError):
             return list(train.log_rows(self.path("log.jsonl")).values())
         return []
 
     @property
     def steps(self):
-        """The step of the log's last whole line, 0 without one."""
+        """The step of the last complete line of log.jsonl; 0 if there is none."""
         with contextlib.suppress(OSError, LookupError, ValueError, TypeError), open(self.path("log.jsonl"), "rb") as f:
             f.seek(max(os.path.getsize(f.name) - 4096, 0))
             return json.loads(f.read().split(b"\n")[-2])["step"]
@@ -126,21 +126,21 @@ class Run:
 
     @property
     def points(self):
-        """Validation and training loss at every step that was validated."""
+        """The validation loss, and the training loss last logged, at each validation."""
         rows = self.rows()
         return [dict(step=v["step"], val=v["val_loss"], train=mean_before(rows, v["step"]))
                 for v in rows if "val_loss" in v]
 
     @property
     def trained(self):
-        """Whether train.py ended well and logged the last validation, which is what runs are compared by."""
+        """Whether train.py succeeded and logged the validation of its last step, by which runs are compared."""
         return bool(self.state.get("trained") and self.points and
                     self.points[-1]["step"] == self.settings["max_iters"])
 
     @property
     def report(self):
-        """Parameters and the figures of the first text from the JSON that eval.py wrote; None if it is
-        missing, unreadable, or by other settings of eval.py than today's."""
+        """The parameter count and the results on the first text, from eval.py's JSON. None if the file is missing or
+        unreadable, or was made with other eval_settings."""
         record = read_json(self.path("eval.json"))
         if self.state.get("evaluated") == eval_settings and not misfit(record, REPORT):
             for result in record["results"]:
@@ -149,7 +149,7 @@ class Run:
                                 eval={k: figures[k] for k in FIGURES})
 
     def command(self, script):
-        """The command that trains this run, from its checkpoint if there is one, or evaluates it."""
+        """The command that runs `script`: "train" (continues from a checkpoint if there is one) or "eval"."""
         if script == "eval":
             return [sys.executable, str(ROOT / "eval.py"), f"--checkpoint={self.path('ckpt.pt')}",
                     f"--data={self.settings['data']}", f"--device={self.settings['device']}",
@@ -160,7 +160,7 @@ class Run:
                 f"--out_dir={self.folder}", *resume]
 
     def why(self, script, status):
-        """A sentence on a process that failed: its own, or the last line that it printed."""
+        """An error message for a failed process: its own error message, or else the last line that it printed."""
         with open(self.path(f"{script}.txt"), errors="replace") as f:
             lines = [line.strip() for line in f if line.strip()] or ["it printed nothing"]
         said = [line for line in lines if line.startswith(f"{script}.py: ")] or lines
@@ -168,7 +168,7 @@ class Run:
 
 
 def split(text):
-    """The words of a setting, which may hold quoted spaces."""
+    """The words of a setting; quotes protect spaces, as in a shell."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -176,7 +176,7 @@ def split(text):
 
 
 def read_json(path):
-    """The content of a JSON file; None if it is missing or not whole."""
+    """The content of a JSON file; None if it is missing or damaged."""
     with contextlib.suppress(OSError, ValueError, RecursionError), open(path) as f:
         return json.load(f)
 
@@ -186,7 +186,7 @@ def write_json(path, value):
 
 
 def mean_before(rows, step):
-    """The training loss that was logged last at or before a step."""
+    """The last training loss logged at or before a step."""
     return next((r["loss"] for r in reversed(rows) if r.get("loss") and r["step"] <= step), None)
 
 
@@ -194,7 +194,8 @@ def mean_before(rows, step):
 # Running
 
 def places():
-    """What a run is given: GPUs by name, each as often as runs may share it; without GPUs, the CPU."""
+    """The places for runs: lists of GPU names, each list repeated runs_per_gpu times. Without GPUs: empty lists, for
+    the CPU."""
     count = torch.cuda.device_count()
     if not count:
         return [[]] * runs_per_gpu
@@ -208,7 +209,7 @@ def places():
 
 @contextlib.contextmanager
 def signals():
-    """Yields a list to which a signal to end appends its number, instead of interrupting."""
+    """Yields a list. While active, SIGTERM, SIGINT and SIGHUP append their number to it and do not interrupt."""
     caught, before = [], {}
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:              # as under nohup
@@ -221,10 +222,11 @@ def signals():
 
 
 def start(run, script, place, threads):
-    """A process of the run on a place. Its own session: a Ctrl-C reaches sweep.py alone, which then ends it in order;
-    if sweep.py is killed, it gets SIGTERM and train.py saves. It prints to <script>.txt in the run's folder."""
+    """Starts a process of a run on a place. It prints to <script>.txt in the run's folder. It has a session of its own,
+    so that Ctrl-C reaches only sweep.py, which then stops it. If sweep.py is killed, the process gets SIGTERM, on
+    which train.py saves a checkpoint."""
     if script == "train" and not os.path.exists(run.path("ckpt.pt")):
-        with contextlib.suppress(FileNotFoundError):        # of a run that ended before its first checkpoint
+        with contextlib.suppress(FileNotFoundError):        # the log of a run that ended before its first checkpoint
             os.replace(run.path("log.jsonl"), run.path("log.jsonl.old"))
     environment = dict(os.environ, OMP_NUM_THREADS=str(threads), PYTHONUNBUFFERED="1")
     if place:
@@ -236,9 +238,9 @@ def start(run, script, place, threads):
 
 def run_all(todo, evaluate, bar, done):
     """
-    Trains the runs and, if `evaluate`, evaluates each as soon as it is trained, as places become free;
-    moves the bar to done(). A run that fails keeps the reason in `error`, and the others go on. On a signal
-    all processes are told to end, on which train.py saves; when they have, this raises KeyboardInterrupt.
+    Trains the runs, in parallel on all places. If `evaluate`, evaluates each right after its training. done() is the
+    position of the progress bar. If a run fails, the reason goes into its `error`, and the others continue. On a
+    signal, terminates all processes (train.py saves a checkpoint), waits for them, and raises KeyboardInterrupt.
     """
     waiting, running, free, again = list(todo), {}, places(), set()
     threads = max(1, (os.cpu_count() or 1) // (len(free) * gpus_per_run))
@@ -273,8 +275,8 @@ def run_all(todo, evaluate, bar, done):
 
 
 def finish(todo, everything, evaluate):
-    """Trains the runs that are not trained yet and, if `evaluate`, evaluates those that are not evaluated.
-    The bar counts the steps of `everything`."""
+    """Trains and, if `evaluate`, evaluates the runs of `todo` for which this is not done yet. The progress bar counts
+    the steps of all runs in `everything`."""
     def done():
         return sum(run.steps for run in everything) + EVALUATION * sum(bool(run.report) for run in counted)
 
@@ -292,8 +294,8 @@ def finish(todo, everything, evaluate):
 
 def plan():
     """
-    The runs that pick a learning rate, {config file: runs}, and the runs of the table. Without pick_iters none picks,
-    and the table has every run with every rate. A run that picks warms up for the same share of its steps.
+    Returns ({config file: short runs that try learning rates}, runs of the table). With pick_iters = 0 there are no
+    short runs, and the table has every run with every rate. A short run warms up for the same share of its steps.
     """
     tried = [f"learning_rate={rate:g}" for rate in learning_rates]
     if not pick_iters:
@@ -307,11 +309,11 @@ def plan():
 
 
 def with_best_rate(run, tries):
-    """The run with the rate of the try that ended lowest, or what that gives for more tokens. If one failed, there is
-    no fair choice."""
+    """The run with the learning rate of the try with the lowest validation loss, perhaps transferred to the longer
+    run. If a try failed, no rate is picked, and the run gets an error."""
     lost = [t for t in tries if not t.trained]
     if lost:
-        run.error = f"{run.name}: no learning rate was picked, as {lost[0].name} failed"
+        run.error = f"{run.name}: no learning rate was picked, because {lost[0].name} failed"
     if lost or not tries:
         return run
     rate = min(tries, key=lambda t: t.points[-1]["val"]).settings["learning_rate"]
@@ -324,8 +326,8 @@ def with_best_rate(run, tries):
 # Reporting
 
 def summarise(run):
-    """One row of the table: what eval.py found, and training and validation loss on the way. Of a run
-    that failed, what there is, and why."""
+    """One row of the table: eval.py's results, and the training and validation losses. A run that failed has the losses
+    logged so far and an `error`."""
     s, points = run.settings, run.points
     speed = sorted(r["tok_per_s"] for r in run.rows() if "tok_per_s" in r)
     row = dict(name=run.name, base=run.base, learning_rate=s["learning_rate"], steps=s["max_iters"],
@@ -337,7 +339,7 @@ def summarise(run):
 
 
 def score(row):
-    """What the best row is the lowest in: NELBO, or without one the validation loss after it."""
+    """The sort key for the best row: lowest NELBO first, then rows without a NELBO by validation loss."""
     nelbo, val = row.get("eval", {}).get("nelbo"), row.get("val_loss")
     return (nelbo is None, (math.inf if val is None else val) if nelbo is None else nelbo)
 
@@ -361,9 +363,9 @@ def show(results):
 
 def differences(results):
     """
-    Config files in the order of their NELBO, each beside the next worse one: [dict]. Runs that differ in the seed
-    alone are one entry, the mean of their NELBOs. Both models read the same sequences, so the standard error over
-    sequences is that of the paired differences; that over seeds is known from two seeds of each on. Nats per token.
+    Ranks the runs by NELBO and compares each with the next worse one: [dict], in nats per token. Runs that differ only
+    in their seed are averaged. All models are evaluated on the same sequences, so the standard error over text is that
+    of paired differences. The standard error over seeds needs at least two seeds of each.
     """
     groups = {}
     for r in results:
@@ -384,18 +386,18 @@ def differences(results):
 
 
 def show_differences(rows):
-    """Prints what `differences` found."""
+    """Prints the table of `differences`."""
     if rows:
-        print("\nNELBO, each beside the next worse; paired by sequence")
+        print("\nNELBO difference of each run to the next worse one, paired by sequence")
         print_table([(name, [None if r[key] is None else format(r[key], form) for r in rows]) for name, key, form in (
             ("run", "better", ""), ("next", "worse", ""), ("difference", "difference", "+.4f"),
             ("+-text", "se_text", ".4f"), ("+-seeds", "se_seeds", ".4f"), ("seeds", "seeds", "d"))])
 
 
 def picture(results, path, repetitions=()):
-    """Left: validation loss (and, dotted, training loss) of each config file's plain run, or else of its
-    best one, against the step. Right: perplexity of the evaluated runs with the noise's standard error.
-    Of repetitions, other results of the same runs, the validation loss is thin, the perplexity hollow."""
+    """Left: validation loss (solid) and training loss (dotted) against the step, for each config file's run without
+    extra settings, or else its best run. Right: perplexity of evaluated runs, with the standard error of the noise.
+    repetitions: results of the same runs from other sweeps; validation loss drawn thin, perplexity hollow."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -420,7 +422,7 @@ def picture(results, path, repetitions=()):
         ends += [(val[-1], steps[-1], name, colour)] if steps else []
     bottom, top = left.get_ylim()
     at = -math.inf
-    for val, step, name, colour in sorted(ends):        # names at the ends, moved up where they touch
+    for val, step, name, colour in sorted(ends):        # names at the curves' ends, moved up if they would overlap
         at = max(val, at + 0.05 * (top - bottom))
         left.annotate(name, (step, at), (6, 0), textcoords="offset points", color=colour, va="center")
     note = "; thin: again" if others else ""
@@ -451,10 +453,10 @@ def picture(results, path, repetitions=()):
 
 
 def check_settings():
-    """Raises ConfigError, before any work, for what would only be found out after it."""
+    """Raises ConfigError for wrong settings before any run starts."""
     check(globals(), least=dict(gpus_per_run=1, runs_per_gpu=1, pick_iters=0))
     if not all(isinstance(rate, (int, float)) and rate > 0 for rate in learning_rates):
-        raise ConfigError(f"learning_rates is {learning_rates}; each is a number above 0")
+        raise ConfigError(f"learning_rates must be numbers above 0, but is {learning_rates}")
     configure(settings_of(vars(evaluation)), [f"--{word}" for word in split(eval_settings)])
     check(dict(figure=os.path.splitext(figure or "x.png")[1]), choices=dict(figure=(".png", ".pdf", ".svg")))
     check_file("table", table, rb'\{\s*"runs"')
@@ -462,17 +464,17 @@ def check_settings():
 
 
 def train_and_evaluate():
-    """All runs; returns what the JSON holds, and why runs that pick a rate failed."""
+    """Does all runs. Returns the content of the JSON table, and the errors of runs that try learning rates."""
     tries, chosen = plan()
     picking = [run for some in tries.values() for run in some]
     names = [run.folder for run in [*picking, *chosen]]
     if not names:
-        raise ConfigError("there are no runs; give a list of them, such as config/sweep/novels.py")
+        raise ConfigError("there are no runs; name a file that lists some, such as config/sweep/novels.py")
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"two runs would write {twice.pop()}; tell them apart by a setting")
+        raise ConfigError(f"two runs would write {twice.pop()}; give them different settings")
     for run in chosen:
         if run.settings["data"] == "data/stdlib":
-            prepare_stdlib()                            # here, as the runs would all do it at once
+            prepare_stdlib()                            # once here; else all runs would prepare it at the same time
         TokenData(run.settings["data"], "train", run.settings["tokenizer"])
     finish(picking, [*picking, *chosen], evaluate=False)
     chosen = [with_best_rate(run, tries.get(run.file, [])) for run in chosen]
@@ -507,7 +509,7 @@ def main():
     errors += [r["error"] for r in results if "error" in r]
     if errors and not draw:
         print(*errors, sep="\n", file=sys.stderr)
-        sys.exit("sweep.py: not all runs succeeded; mend that and start again: what is done is kept")
+        sys.exit("sweep.py: some runs failed; mend that and start again: finished runs are kept")
 
 
 if __name__ == "__main__":
@@ -516,4 +518,4 @@ if __name__ == "__main__":
             configure(globals())
             main()
         except KeyboardInterrupt:
-            sys.exit("sweep.py: stopped; start the same command again to go on")
+            sys.exit("sweep.py: stopped; start the same command again to continue")

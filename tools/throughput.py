@@ -1,6 +1,5 @@
 """
-Draws the throughput figures from what bench.py wrote: `python bench.py plot` hands over to `plot`.
-Here and not in bench.py, so that measuring can be read without drawing.
+Draws the throughput figures from the JSON files that bench.py wrote. `python bench.py plot` calls `plot`.
 
     python bench.py plot FILE... --figures=FOLDER
 """
@@ -13,10 +12,10 @@ from paper import LADDER, MODELS, SAMPLE, TRAIN
 
 
 def plot(files, figures):
-    """Draws what the files hold; the newest row of a (config, length) or (config, GPUs) wins."""
+    """Draws the results in the files. If several have the same (config, length) or (config, GPUs), the newest wins."""
     results, found = [], dict(sample={}, train={}, ops={})
     if not files:
-        raise ConfigError("name what to draw, files that --out=FILE wrote: python bench.py plot FILE...")
+        raise ConfigError("name what to draw, files that bench.py wrote with --out=FILE: python bench.py plot FILE...")
     for path in files:
         try:
             with open(path) as f:
@@ -26,18 +25,18 @@ def plot(files, figures):
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{path} cannot be drawn ({type(error).__name__}); name files that bench.py "
                               f"wrote with --out")
-    for _, what, about, rows in sorted(results, key=lambda r: r[0]):    # stable: then as given
+    for _, what, about, rows in sorted(results, key=lambda r: r[0]):    # by time; of equal times in the given order
         for r in rows:
             kind, _, size = r.get("config", "").rpartition("_")
-            if what == "sample" and r.get("batch", 1) > 1:      # the paper's protocol is one row
+            if what == "sample" and r.get("batch", 1) > 1:      # the paper generates with batch 1
                 continue
             if kind in MODELS and size == dict(sample="700m", train="350m").get(what):
                 found[what][kind, r.get("length", r.get("gpus"))] = dict(about=about, **r)
     sample, train = ({place: r for place, r in found[what].items() if "error" not in r}
                      for what in ("sample", "train"))
     if not sample and not train:
-        raise ConfigError("plot draws rows of the 700M and 350M models, and there is none in these files; make some: "
-                          "python bench.py train --out=FILE")
+        raise ConfigError("the files hold no results of the 350M models (training) or 700M models (generation); make "
+                          "some: python bench.py train --out=FILE")
     about = " and ".join(sorted({r["about"] for r in (sample | train).values()}))
     if sample:
         ours = {kind: {n: r["tok_per_s"] for (k, n), r in sample.items() if k == kind}
@@ -78,8 +77,8 @@ def figure(figures, name, title, ylabel, note):
 
 
 def draw_curves(figures, name, title, ylabel, note, prefix, ours, paper):
-    """{kind: {length: value}} against length. The names stand at the right, clear of the markers,
-    each on a thin line from the end of its curve and moved up where two would touch."""
+    """Draws the curves ours, {kind: {length: value}}, with `paper` as hollow markers. A thin line joins the end of each
+    curve to its name at the right. Names that would overlap are moved up."""
     ends, right = [], max(LADDER) * 1.25
     with figure(figures, name, title, ylabel, note) as ax:
         ax.set_xscale("log", base=2)
@@ -102,7 +101,7 @@ def draw_curves(figures, name, title, ylabel, note, prefix, ours, paper):
 
 
 def draw_training(figures, ours, note):
-    """Bars of thousand tokens/s per GPU, {(kind, GPUs): value}."""
+    """Draws bars of thousand tokens/s per GPU from {(kind, GPUs): value}, beside the paper's."""
     counts = [*sorted({gpus for _, gpus in ours}), 0]   # 0: the paper
     speeds = ours | {(kind, 0): speed / 8000 for kind, speed in TRAIN.items()}
     order, width = list(MODELS), 0.8 / len(counts)

@@ -1,6 +1,6 @@
 """
-Draws assets/two_streams.png: who sees whom in training, by the model's own mask function, and which
-Mamba state starts where.
+Draws assets/two_streams.png: who sees whom in training. Left: attention, drawn from ops.two_stream_mask. Right: which
+boundary state each noisy block starts from in Mamba layers.
 
     python -m tools.two_streams
     python -m tools.two_streams --out=mine.png

@@ -1,11 +1,11 @@
 """
-Draws a block of text being unmasked as an animated SVG, from a recorded trace. It follows the reader's light or dark
-mode, and starts again when it has ended.
+Records how a model unmasks a text and draws it as an animated SVG. The animation repeats and follows the viewer's light
+or dark mode.
 
     python -m tools.unmasking --checkpoint=out/mamba_h_87m --prompt_file=novel.txt --out=assets/unmasking.svg
-    python -m tools.unmasking --trace=assets/unmasking.json         # only draw it
+    python -m tools.unmasking --trace=assets/unmasking.json         # only draw a recorded trace
 
-The trace is written beside the picture, as .json: the prompt, the tokens, and the step at which each was revealed.
+The trace is written beside the picture, as .json. It holds the prompt, the tokens, and the step that revealed each.
 """
 from configurator import ConfigError, check, configure, script  # first: see quiet_interrupt
 import json
@@ -23,26 +23,27 @@ from parallel import pick_device, pick_dtype, select_kernels
 # -- settings --
 checkpoint = "out"                      # a file of train.py, a folder or hf://owner/name
 prompt = ""                             # a text to continue
-prompt_file = ""                        # or a file that holds it
-length = 0                              # new tokens; 0: to the end of the next block
+prompt_file = ""                        # or a text file to continue
+length = 0                              # new tokens; 0: the rest of the current block and one more block
 order = "random"                        # the decoder, see sample.py
 tokens_per_step = 0                     # revealed per denoising step; 0: a sixteenth of a block
 threshold = 0.9                         # of order=threshold
 temperature = 1.0
 seed = 1337                             # of all draws
-shown = 400                             # characters of the prompt that are drawn, its last ones
-columns = 88                            # characters of a line
-seconds = 8.0                           # from the first step to the last; the text then stays for half as long
+shown = 400                             # draw the last 400 characters of the prompt
+columns = 88                            # characters per line
+seconds = 8.0                           # from the first step to the last; the finished text then stays half as long
 out = "out/unmasking.svg"               # the picture
-trace = ""                              # such a .json: draw it, and generate nothing
+trace = ""                              # a .json trace: only draw it
 device = "auto"                         # auto, cpu, cuda or mps
 dtype = "auto"                          # auto: bfloat16 where the GPU has it, float32 elsewhere
 
-WIDE, HIGH, MARGIN = 7.8, 17, 12        # of a character and of the frame, in the SVG's units
+WIDE, HIGH, MARGIN = 7.8, 17, 12        # width of a character, height of a line, margin: in SVG units
 
 
 def record():
-    """dict(prompt, tokens, steps): the prompt's text, the new tokens' texts, and the step that revealed each."""
+    """Generates. Returns a dict: `prompt`, `tokens` (the texts of the new tokens), `steps` (the step that revealed
+    each), and the settings."""
     text = open(prompt_file, encoding="utf-8").read() if prompt_file else prompt
     dev = torch.device(pick_device(device))
     select_kernels("auto", dev)
@@ -52,7 +53,7 @@ def record():
     count = length or 2 * l - len(ids) % l              # at least one whole block
     sampler = Sampler([seed], order, tokens_per_step or max(l // 16, 1), threshold, temperature, mask_id=config.mask_id)
     engine, new_decoder = sample.open_engine("auto", model, pick_dtype(dtype, dev))
-    masks = []                                          # of the active block, after every step
+    masks = []                                          # after every step: which positions of the block are masked
     done = sample.generate(engine, [torch.tensor(ids)], count, sampler, new_decoder,
                            on_step=lambda xt: masks.append((xt[0] == config.mask_id).cpu()))
     steps, start, before = {}, 0 if config.full_sequence else len(ids) // l * l, None
@@ -70,11 +71,11 @@ def record():
 
 
 def placed(pieces):
-    """[(line, column, text)] of [(text, what)], wrapped at `columns` and at line ends; `what` is handed on."""
+    """Lays out pieces [(text, what)]: yields (line, column, text, what), wrapped at `columns` and at line ends."""
     line = column = 0
     for text, what in pieces:
         for i, part in enumerate(text.expandtabs(4).split("\n")):
-            part = "".join(c if c.isprintable() else "\ufffd" for c in part)       # XML takes no control characters
+            part = "".join(c if c.isprintable() else "\ufffd" for c in part)       # XML forbids control characters
             if i:
                 line, column = line + 1, 0
             if column and column + len(part) > columns:
@@ -85,7 +86,7 @@ def placed(pieces):
 
 
 def svg(found):
-    """The picture as text. A token's animation lasts as long as the whole and turns visible at its step."""
+    """The picture as text. Each token has an animation of the full duration, in which it appears at its step."""
     last = max(found["steps"])
     whole = 1.5 * seconds
     known = re.findall(r"\s*\S+|\s+", found["prompt"][len(found["prompt"]) - min(shown, len(found["prompt"])):])
@@ -101,7 +102,7 @@ def svg(found):
         x, y = MARGIN + column * WIDE, MARGIN + (line + 1) * HIGH
         width = len(text) * WIDE
         if step is not None:
-            bare = len(text) - len(text.lstrip(" "))    # the space before a word is not covered
+            bare = len(text) - len(text.lstrip(" "))    # leading spaces stay uncovered
             rows.append(f'<rect x="{x + bare * WIDE + 1:.1f}" y="{y - 11}" width="{max(width - bare * WIDE - 2, 2):.1f}" '
                         f'height="12" rx="2" class="m{step}"/>')
         name = "p" if step is None else f"t s{step}"

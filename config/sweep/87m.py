@@ -1,8 +1,8 @@
 # The paper's grid (tab:validation-87m-full): four models, five learning rates, 5.000B tokens each.
 #     python -m tools.sweep config/sweep/87m.py
-# 100B tokens in all: about four days on one H200, a run on each of eight GPUs takes half a day.
+# 100B tokens in all: about four days on one H200, or half a day on eight, with one run on each.
 out_dir = "out/sweep_87m"
 runs = ["config/attention_87m.py", "config/diffumamba_h_87m.py", "config/bdlm_attention_87m.py",
         "config/mamba_h_87m.py"]
 learning_rates = [5e-4, 1e-3, 2e-3, 4e-3, 8e-3]
-eval_settings = "mc=1 sequences=256"    # the paper's protocol; add data=data/c4 for its held-out text
+eval_settings = "mc=1 sequences=256"    # the paper's protocol; add data=data/c4 to use its text

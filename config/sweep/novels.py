@@ -1,5 +1,5 @@
-# The four models side by side on a small text, and what time conditioning, the reverse scan and a
-# trained prefix are worth. Each config takes the better of two learning rates on a short run.
+# The four models on a small text, with ablations: timestep conditioning, no reverse scan, and no gradients through the
+# prefix. Short runs pick the better of two learning rates for each config.
 #     python -m tools.sweep config/sweep/novels.py
 out_dir = "out/sweep_novels"
 runs = ["config/small_attention.py", "config/small_attention.py learning_rate=1e-3",

@@ -1,9 +1,9 @@
-# The paper's four models at 87M, side by side on 400M tokens of your own text: three seeds, the ablations, rates picked
-# on 90M tokens each and carried over to the longer run (tokens^-1/2).
+# The paper's four models at 87M on 400M tokens of your own text, with three seeds and the ablations. Runs of 90M tokens
+# pick the learning rates, which are then multiplied by (400M / 90M)^-1/2 for the longer runs.
 #     python data.py jsonl web/*.jsonl.zst --val held_out.jsonl.zst --tokenizer gpt2 --out data/web
 #     python -m tools.sweep config/sweep/web_87m.py
-# 16 x 8192 tokens a step; 3,052 steps are 400M tokens, 687 steps 90M. On four H200s: a quarter of an hour for the
-# rates, and about 25 minutes for each seed.
+# A step has 16 x 8192 tokens: 3,052 steps are 400M tokens, 687 steps are 90M. On four H200s the rates take 15 minutes,
+# and each seed about 25 minutes.
 out_dir = "out/sweep_web"
 runs = [f"config/{model}_87m.py seed={seed}" for seed in (1, 2, 3)
         for model in ("attention", "diffumamba_h", "bdlm_attention", "mamba_h")] + [
