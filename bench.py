@@ -363,25 +363,25 @@ def format_sample(r):
 
 
 # -- ops --
-def bench_ops(parallel, operations):
-    """Compares each heavy operation with a library for it and with its limit. operations: OPERATIONS of
-    tools/operations.py, {name: a function that yields comparisons}."""
+def bench_ops(parallel, comparisons):
+    """Compares each heavy operation with a library for it and with its limit. comparisons: COMPARISONS of
+    tools/compare_ops.py, {name: a function that yields comparisons}."""
     dev = parallel.device
     for name in only:
-        check(dict(only=name), choices=dict(only=[*operations]))
+        check(dict(only=name), choices=dict(only=[*comparisons]))
     on_gpu = dev.type == "cuda"
     def make_rows(name, ceilings):
         kind = dict(device=dev, dtype=pick_dtype("auto", dev))
-        for comparison in operations[name](kind, on_gpu, on_gpu and compile):
+        for comparison in comparisons[name](kind, on_gpu, on_gpu and compile):
             row = op_row(dev, **comparison)
             row["limit_ms"] = limit_ms(row["flops"], row["bytes"], ceilings)
             row["of_limit"] = row["limit_ms"] / row.get("ms", float("inf"))
             yield row
-    return run_all(parallel, only or operations, make_rows, format_op, 3)
+    return run_all(parallel, only or comparisons, make_rows, format_op, 3)
 
 
 def op_row(dev, op, ours, others, flops, nbytes, count=1, graph=True):
-    """The row of one comparison. The arguments are the fields of a comparison in tools/operations.py."""
+    """The row of one comparison. The arguments are the fields of a comparison in tools/compare_ops.py."""
     row = dict(op=op, flops=flops, bytes=nbytes, **timed(ours, dev, count, graph), others={})
     for name, f in others.items():
         other = row["others"][name] = timed(f, dev, count, graph)
@@ -442,10 +442,10 @@ def check_settings():
     check_file("out", out)
 
 
-def main(words, operations=None, plot=None):
-    """Runs the subcommand words[0] with the settings that follow. operations and plot: OPERATIONS of
-    tools/operations.py and plot of tools/throughput.py."""
-    benches = dict(train=bench_train, sample=bench_sample, ops=lambda parallel: bench_ops(parallel, operations))
+def main(words, comparisons=None, plot=None):
+    """Runs the subcommand words[0] with the settings that follow. comparisons and plot: COMPARISONS of
+    tools/compare_ops.py and plot of tools/throughput.py."""
+    benches = dict(train=bench_train, sample=bench_sample, ops=lambda parallel: bench_ops(parallel, comparisons))
     what, words, files = (words or ["--help"])[0], words[1:], []
     if what in ("-h", "--help"):
         configure(globals(), ["--help"])                # and exits
@@ -476,6 +476,6 @@ if __name__ == "__main__":
     # torch.compile copies argv, without escaping, into the code that it generates: a quote would break it.
     _words, sys.argv[1:] = sys.argv[1:], []
     with script("bench.py"):
-        from tools.operations import OPERATIONS
+        from tools.compare_ops import COMPARISONS
         from tools.throughput import plot               # imports matplotlib only when it is called
-        main(_words, OPERATIONS, plot)
+        main(_words, COMPARISONS, plot)

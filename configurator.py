@@ -51,9 +51,9 @@ def quiet_interrupt(kind, error, trace, default_hook=sys.excepthook):
 sys.excepthook = quiet_interrupt
 
 
-# Names of nanoGPT's settings -> ours, for the hint after an unknown name.
-NANOGPT = dict(start="prompt", max_new_tokens="length", block_size="seq_len", n_embd="d_model", dataset="data",
-               lr_decay_iters="max_iters", eval_iters="eval_sequences")
+# Names of nanoGPT's settings, and earlier names of ours, for the hint after an unknown name.
+OTHER_NAMES = dict(start="prompt", max_new_tokens="length", block_size="seq_len", n_embd="d_model", dataset="data",
+                   lr_decay_iters="max_iters", eval_iters="eval_sequences", order="decoder")
 _SIMPLE = (bool, int, float, str, list, tuple, type(None))
 
 
@@ -66,7 +66,7 @@ def settings_of(namespace):
 def check_name(name, settings, where):
     """Raises ConfigError, with the most similar settings, if `name` is not a setting. where: for the message."""
     if name not in settings:
-        near = [NANOGPT[name]] if NANOGPT.get(name) in settings else difflib.get_close_matches(
+        near = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in settings else difflib.get_close_matches(
             name, settings, n=2, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all settings"
         raise ConfigError(f"{where}: there is no setting '{name}'; {hint}")

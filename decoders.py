@@ -19,7 +19,7 @@ import torch
 import ops
 from configurator import ConfigError, check
 
-ORDERS = ("random", "confidence", "threshold", "first_hitting")
+DECODERS = ("random", "confidence", "threshold", "first_hitting")
 LOGITS = 2 ** 24                        # the most logits of one row that exist at a time
 
 # ops.uniform numbers its random numbers by stream. Token draws (ops.gumbel_argmax) use streams >= 0.
@@ -29,17 +29,17 @@ PERMUTATION_STREAM, TIME_STREAM = -1, -2
 def check_decoder(settings):
     """Raises ConfigError for the first value in `settings`, a dict of a Sampler's fields, that is out of bounds."""
     check(settings, least=dict(tokens_per_step=1, threshold=0, temperature=0, top_k=0),
-          most=dict(threshold=1, top_p=1), above=dict(top_p=0), choices=dict(order=ORDERS))
+          most=dict(threshold=1, top_p=1), above=dict(top_p=0), choices=dict(decoder=DECODERS))
 
 
 @dataclasses.dataclass
 class Sampler:
     """
-    How tokens are drawn and in which order. `seeds` has one int64 for each row of the batch. All draws of a row are
-    functions of its seed, so a row with the same seed and prompt gets the same tokens in any batch and any call.
+    How tokens are drawn, and which ones a step reveals. `seeds` has one int64 for each row of the batch. All draws of a
+    row are functions of its seed, so a row with the same seed and prompt gets the same tokens in any batch and any call.
     """
     seeds: list
-    order: str = "random"
+    decoder: str = "random"
     tokens_per_step: int = 16
     threshold: float = 0.9
     temperature: float = 1.0
@@ -54,7 +54,7 @@ class Sampler:
         for seed in self.seeds:
             if not isinstance(seed, int) or not -2 ** 63 <= seed < 2 ** 63:
                 raise ConfigError(f"a seed must be a whole number of at most 63 bits, but one is {seed}")
-        if self.order == "first_hitting":
+        if self.decoder == "first_hitting":
             self.tokens_per_step = 1
 
     def pick(self, logits, positions, seed, step, begin):
@@ -118,8 +118,8 @@ class ActiveBlock:
 
         # A draw is a function of its position in the block and of `key`, each entry (b,):
         #   seed      of the row
-        #   offset    entries of `permutation` that earlier steps used. It grows by p in every step, whatever the
-        #             order, so it also tells the draws of one step from those of another: it is their `step`.
+        #   offset    entries of `permutation` that earlier steps used. It grows by p in every step of every
+        #             decoder, so it also tells the draws of one step from those of another: it is their `step`.
         #   begin     tokens of the row before this block. Without it, every block would get the same random numbers.
         # `start` and `reveal` write offset and begin in place, so `key` always holds the current ones.
         self.offset, self.begin = torch.zeros(2, b, dtype=torch.long, device=device)
@@ -132,7 +132,7 @@ class ActiveBlock:
         self.begin.copy_(begin)
         self.offset.zero_()
         self.t.copy_(is_masked.double().mean(1))
-        if self.sampler.order in ("random", "first_hitting"):
+        if self.sampler.decoder in ("random", "first_hitting"):
             rank = ops.uniform(l, PERMUTATION_STREAM, *self.key)               # (b, l), in (0, 1)
             # Known positions get rank 2 and come last, so each step meets masked positions until the row has none.
             self.permutation[:, :l] = rank.masked_fill(~is_masked, 2).argsort(1)
@@ -142,12 +142,12 @@ class ActiveBlock:
     def steps(self, n_masked):
         """
         Yields once for each step that the block needs. n_masked: masked tokens of each row at the start, as ints on
-        the host. They say how many steps there will be, without waiting for the device. Only order=threshold reveals
+        the host. They say how many steps there will be, without waiting for the device. Only decoder=threshold reveals
         a number of tokens that depends on the logits, so it asks the device before each step if a mask is left.
 
         A row that has no masks left takes part in the remaining steps of the batch and does not change.
         """
-        if self.sampler.order == "threshold":
+        if self.sampler.decoder == "threshold":
             while (self.xt == self.sampler.mask_id).any():
                 yield
         else:
@@ -163,7 +163,7 @@ class ActiveBlock:
         if not self.time_conditioning:
             return None
         is_masked = self.xt == self.sampler.mask_id
-        if self.sampler.order == "first_hitting":
+        if self.sampler.decoder == "first_hitting":
             # Time runs from t down to 0. Each of the m masked tokens is unmasked at a time that is uniform on (0, t),
             # so the first of them at the largest of m such times. That is distributed as t u^(1/m), with u uniform.
             u = ops.uniform(1, TIME_STREAM, *self.key)[:, 0]                   # (b,)
@@ -174,9 +174,9 @@ class ActiveBlock:
         return self.t.clone()
 
     def positions(self):
-        """The positions (b, p) that this step reveals, where the order fixes them before the forward pass: the head
+        """The positions (b, p) that this step reveals, where the decoder fixes them before the forward pass: the head
         then runs on these alone. None where the logits of all positions decide."""
-        return self.next_positions if self.sampler.order in ("random", "first_hitting") else None
+        return self.next_positions if self.sampler.decoder in ("random", "first_hitting") else None
 
     def reveal(self, logits_of):
         """Makes some tokens of xt known. logits_of(positions (b, m)) -> logits (b, m, v - 1) at these positions of the
@@ -206,7 +206,7 @@ class ActiveBlock:
             confidence.append(probability.gather(2, tokens[..., None])[..., 0])        # (b, m)
         drawn, confidence = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in (drawn, confidence))     # (b, l)
         confidence = confidence.where(is_masked, -1)    # below every probability: masked positions come first
-        if sampler.order == "threshold":
+        if sampler.decoder == "threshold":
             # The most probable position is always revealed, or a step might reveal nothing and never end.
             is_best = all_positions == confidence.argmax(1, keepdim=True)
             return drawn, (confidence >= sampler.threshold) | is_best

@@ -44,9 +44,9 @@ save_cache = ""                         # write the prompt's cache to this file
 load_cache = ""                         # continue from a cache that save_cache wrote; the prompt comes after its text
 length = 512                            # tokens to generate
 num_samples = 1                         # samples generated side by side, as the rows of one batch
-order = "random"                        # random, confidence, threshold or first_hitting
+decoder = "random"                      # random, confidence, threshold or first_hitting
 tokens_per_step = 0                     # p, tokens revealed per step; 0: a sixteenth of a block
-threshold = 0.9                         # with order=threshold: reveal tokens of at least this probability
+threshold = 0.9                         # with decoder=threshold: reveal tokens of at least this probability
 temperature = 1.0                       # 0: the most probable token
 top_k = 0                               # draw from the k most probable tokens; 0: from all
 top_p = 1.0                             # draw from the most probable tokens that together reach this probability
@@ -161,7 +161,7 @@ def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=No
     # A block is committed so that the blocks after it can see it. No block comes after the last one, so it is never
     # committed, and the cache needs no room for it.
     cache = model.new_cache(len(prompts), max(starts) + (n_blocks - 1) * l, l)
-    decoder = new_decoder(model, cache, sampler, l)
+    block_decoder = new_decoder(model, cache, sampler, l)
     rows = read_prompts(model, cache, prompts, starts, prefix, on_read)        # the cached tokens of each row
 
     # The cache holds whole blocks only. What the prompt has after its last whole block is the known part of the first
@@ -179,8 +179,8 @@ def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=No
     # at different tokens; their blocks are unmasked side by side.
     for k in range(n_blocks):
         if k:
-            decoder.commit(x0)
-        x0 = decoder.decode(active, n_masked, on_step)                         # (b, l), no mask left
+            block_decoder.commit(x0)
+        x0 = block_decoder.decode(active, n_masked, on_step)                   # (b, l), no mask left
         finished = x0.cpu()                             # the one wait for the device in a block
         for i in range(len(rows)):
             # The first block begins with the end of the prompt: only tokens from `n_old` on are new. A row that has
@@ -197,7 +197,7 @@ def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=No
             break
         active.fill_(c.mask_id)
         n_masked = [l] * len(rows)
-    return Generation(rows, decoder.passes, started - called, now(device) - started, cache.nbytes)
+    return Generation(rows, block_decoder.passes, started - called, now(device) - started, cache.nbytes)
 
 
 @torch.no_grad()
@@ -446,12 +446,13 @@ def main():
     suffix_tokens = torch.tensor(tokenizer.encode_ordinary(suffix), dtype=torch.long)
     l, (start, *_), _ = plan(c, [known] * num_samples, length, len(suffix_tokens))
     seeds = [(seed + i) % 2 ** 63 for i in range(num_samples)]
-    sampler = Sampler(seeds, order, tokens_per_step or max(l // 16, 1), threshold, temperature, top_k, top_p, c.mask_id)
+    sampler = Sampler(seeds, decoder, tokens_per_step or max(l // 16, 1), threshold, temperature, top_k, top_p,
+                      c.mask_id)
     if save_cache:
         need_cache(c)
     model, new_decoder = open_engine(engine, model, weight_dtype, compile)
-    pace = f"threshold {threshold}" if order == "threshold" else f"{sampler.tokens_per_step} tokens a step"
-    print(f"{n_params:,} parameters on {dev}, {kernels_line}, order {order}, {pace}, seed {seed}", file=sys.stderr)
+    pace = f"threshold {threshold}" if decoder == "threshold" else f"{sampler.tokens_per_step} tokens a step"
+    print(f"{n_params:,} parameters on {dev}, {kernels_line}, decoder {decoder}, {pace}, seed {seed}", file=sys.stderr)
 
     shown = tokenizer.decode(known[known != tokenizer.eot_token].tolist())
     printer = Printer(tokenizer, shown, start - (prefix.cache.max_len if prefix else 0),

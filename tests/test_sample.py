@@ -6,30 +6,30 @@ import ops
 from checkpoint import fingerprint, load_prefix, read_prefix, save_prefix
 from conftest import (ARCHITECTURES, BLOCK_MODELS, ENGINES, generate_by, make_model, make_sampler, prompts_of,
                       script)
-from decoders import ORDERS, ActiveBlock, Sampler, cut
+from decoders import DECODERS, ActiveBlock, Sampler, cut
 from model import BlockDiffusionLM, take
 from sample import generate, generate_naive
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize("time_conditioning", [False, True])
-def test_cached_generation_equals_generation_without_a_cache_token_for_token(name, order, time_conditioning):
+def test_cached_generation_equals_generation_without_a_cache_token_for_token(name, decoder, time_conditioning):
     model = make_model(name, torch.float32, time_conditioning=time_conditioning)
     prompts = torch.stack(prompts_of(11, 11))           # ends inside a block
-    out = generate(model, list(prompts), 18, make_sampler(model, 2, order=order, threshold=0.5))
-    naive = generate_naive(model, prompts, 18, make_sampler(model, 2, order=order, threshold=0.5))
+    out = generate(model, list(prompts), 18, make_sampler(model, 2, decoder=decoder, threshold=0.5))
+    naive = generate_naive(model, prompts, 18, make_sampler(model, 2, decoder=decoder, threshold=0.5))
     assert torch.equal(torch.stack(out.tokens), naive)
 
 
 @pytest.mark.parametrize("name", BLOCK_MODELS)
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("order", ORDERS)
-def test_rows_with_prompts_of_different_lengths_come_out_as_they_would_alone(name, engine, order):
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_rows_with_prompts_of_different_lengths_come_out_as_they_would_alone(name, engine, decoder):
     """A finished row draws nothing while it waits for another."""
-    model, how = make_model(name), dict(order=order, threshold=0.3)
+    model, how = make_model(name), dict(decoder=decoder, threshold=0.3)
     # Without prefix and known token all masks look alike to attention: by probability, rounding would decide.
-    prompts = prompts_of(3, 11, 1 if order in ("confidence", "threshold") else 0, 24, 8)
+    prompts = prompts_of(3, 11, 1 if decoder in ("confidence", "threshold") else 0, 24, 8)
     together = generate_by(engine, model, prompts, 13, make_sampler(model, 5, **how))
     for i, prompt in enumerate(prompts):
         alone = generate(model, [prompt], 13, make_sampler(model, 1, seed=5 + i, **how))
@@ -39,13 +39,13 @@ def test_rows_with_prompts_of_different_lengths_come_out_as_they_would_alone(nam
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_gap_is_filled_between_a_prompt_and_a_suffix_that_stay(name, engine, order):
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_a_gap_is_filled_between_a_prompt_and_a_suffix_that_stay(name, engine, decoder):
     """Within the block for block models, anywhere for full-sequence ones, with the plain engine's tokens."""
     model = make_model(name, torch.float32)
     prompts, suffix = prompts_of(17, 17), torch.tensor([3, 1, 4])
     length = 9 if model.config.full_sequence else 2
-    out, plain = (generate_by(by, model, prompts, length, make_sampler(model, 2, order=order, threshold=0.3),
+    out, plain = (generate_by(by, model, prompts, length, make_sampler(model, 2, decoder=decoder, threshold=0.3),
                               suffix=suffix).tokens for by in (engine, "simple"))
     for row, same, prompt in zip(out, plain, prompts):
         assert torch.equal(row[:17], prompt) and torch.equal(row[17 + length:], suffix) and torch.equal(row, same)
@@ -71,8 +71,8 @@ def test_a_gap_is_filled_by_what_the_model_says_between_both_sides(name):
 def test_any_length_is_generated_with_no_mask_left_and_none_emitted(name, prompt_length, length):
     model = make_model(name, torch.float32)
     prompts = prompts_of(prompt_length, prompt_length)
-    for order in ORDERS:
-        out = generate(model, prompts, length, make_sampler(model, 2, order=order, temperature=3.0))
+    for decoder in DECODERS:
+        out = generate(model, prompts, length, make_sampler(model, 2, decoder=decoder, temperature=3.0))
         for row, prompt in zip(out.tokens, prompts):
             assert len(row) == prompt_length + length and (row != model.config.mask_id).all()
             assert torch.equal(row[:prompt_length], prompt)
@@ -80,7 +80,7 @@ def test_any_length_is_generated_with_no_mask_left_and_none_emitted(name, prompt
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_forward_passes_are_counted_and_each_step_can_be_watched(engine):
-    model, pairs, sure = make_model("mamba_h", torch.float32), dict(tokens_per_step=2), dict(order="threshold", threshold=0.0)
+    model, pairs, sure = make_model("mamba_h", torch.float32), dict(tokens_per_step=2), dict(decoder="threshold", threshold=0.0)
     def passes(prompt_length, length, **how):
         left = []
         out = generate_by(engine, model, prompts_of(prompt_length), length, make_sampler(model, **how),
@@ -186,7 +186,7 @@ def test_one_token_at_a_time_in_random_order_is_exact_ancestral_sampling():
         x = unmask_all(torch.full((n, 2), 2), logits_fn, Sampler(list(range(n)), mask_id=2, **changes))
         return float((x[:, 0] == x[:, 1]).float().mean())
     assert abs(agreement(tokens_per_step=1) - 0.9) < 0.03
-    assert abs(agreement(order="first_hitting") - 0.9) < 0.03
+    assert abs(agreement(decoder="first_hitting") - 0.9) < 0.03
     assert abs(agreement(tokens_per_step=2) - 0.5) < 0.03
 
 
@@ -206,9 +206,9 @@ def test_confidence_reveals_the_surest_positions_and_threshold_all_that_are_sure
         block.start(torch.full((1, 4), 2), torch.tensor([0]))
         block.reveal(lambda at: take(logits, at))
         return (block.xt != 2)[0].tolist()
-    assert first_step(order="confidence", tokens_per_step=2) == [False, True, False, True]
-    assert first_step(order="threshold", threshold=0.8) == [False, True, False, True]
-    assert first_step(order="threshold", threshold=1.0) == [False, True, False, False]     # always one
+    assert first_step(decoder="confidence", tokens_per_step=2) == [False, True, False, True]
+    assert first_step(decoder="threshold", threshold=0.8) == [False, True, False, True]
+    assert first_step(decoder="threshold", threshold=1.0) == [False, True, False, False]     # always one
 
 
 def test_first_hitting_visits_the_times_at_which_the_reverse_process_unmasks_tokens():
@@ -226,8 +226,8 @@ def test_first_hitting_visits_the_times_at_which_the_reverse_process_unmasks_tok
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("order", ORDERS)
-def test_no_two_draws_share_their_random_numbers(monkeypatch, engine, order):
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_no_two_draws_share_their_random_numbers(monkeypatch, engine, decoder):
     """Of three blocks of two rows: what a draw is for, its step, where its block begins, its row's seed."""
     model, asked = make_model("mamba_h", torch.float32, time_conditioning=True), []
     uniform, draw = ops.uniform, ops.gumbel_argmax
@@ -242,6 +242,6 @@ def test_no_two_draws_share_their_random_numbers(monkeypatch, engine, order):
         return draw(logits, at, seed, step, begin)
     monkeypatch.setattr(ops, "uniform", asking_uniform)
     monkeypatch.setattr(ops, "gumbel_argmax", asking_draw)
-    out = generate_by(engine, model, prompts_of(8, 8), 24, make_sampler(model, 2, order=order, threshold=0.6))
+    out = generate_by(engine, model, prompts_of(8, 8), 24, make_sampler(model, 2, decoder=decoder, threshold=0.6))
     assert len(asked) == len(set(asked)) >= 2 * 24
     assert {key[-1] for key in asked} == {8, 16, 24} and out.forward_passes >= 3

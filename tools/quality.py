@@ -30,7 +30,7 @@ checkpoints = []                        # block models to compare: files, folder
 judge = ""                              # the block model that scores; best one trained with another seed
 data = ""                               # a prepared folder; prompts come from its validation split
 decoders = ["random:1", "random:4", "random:16", "random:64", "confidence:4", "confidence:16",
-            "threshold:0.9", "threshold:0.7", "first_hitting"]      # order:tokens_per_step, or threshold:threshold
+            "threshold:0.9", "threshold:0.7", "first_hitting"]      # name:tokens_per_step, or threshold:threshold
 prompts = 64                            # spread evenly over the validation text
 prompt_len = 256                        # tokens of a prompt
 length = 512                            # tokens of a continuation
@@ -48,12 +48,12 @@ COLUMNS = dict(model="", decoder="", tok_per_s=",.0f", passes=".1f", bpb=".3f", 
 
 def make_sampler(decoder, rows, mask_id):
     """The Sampler of a decoder such as "random:16". rows: row numbers, which determine the seeds."""
-    order, _, value = decoder.partition(":")
+    name, _, value = decoder.partition(":")
     try:
-        how = dict(threshold=float(value)) if order == "threshold" else dict(tokens_per_step=int(value or 16))
-        return Sampler(noise_seeds(seed, rows), order, mask_id=mask_id, **how)
+        how = dict(threshold=float(value)) if name == "threshold" else dict(tokens_per_step=int(value or 16))
+        return Sampler(noise_seeds(seed, rows), name, mask_id=mask_id, **how)
     except ValueError as error:
-        raise ConfigError(f"decoder '{decoder}': {error}; write order:number, as in random:16") from None
+        raise ConfigError(f"decoder '{decoder}': {error}; write name:number, as in random:16") from None
 
 
 def repeated(tokens):

@@ -25,9 +25,9 @@ checkpoint = "out"                      # a file of train.py, a folder or hf://o
 prompt = ""                             # a text to continue
 prompt_file = ""                        # or a text file to continue
 length = 0                              # new tokens; 0: the rest of the current block and one more block
-order = "random"                        # the decoder, see sample.py
+decoder = "random"                      # see sample.py
 tokens_per_step = 0                     # revealed per denoising step; 0: a sixteenth of a block
-threshold = 0.9                         # of order=threshold
+threshold = 0.9                         # of decoder=threshold
 temperature = 1.0
 seed = 1337                             # of all draws
 shown = 400                             # draw the last 400 characters of the prompt
@@ -51,7 +51,8 @@ def record():
     config, ids = model.config, tokenizer.encode_ordinary(text) or [tokenizer.eot_token]
     l = config.seq_len if config.full_sequence else config.block_len
     count = length or 2 * l - len(ids) % l              # at least one whole block
-    sampler = Sampler([seed], order, tokens_per_step or max(l // 16, 1), threshold, temperature, mask_id=config.mask_id)
+    sampler = Sampler([seed], decoder, tokens_per_step or max(l // 16, 1), threshold, temperature,
+                      mask_id=config.mask_id)
     engine, new_decoder = sample.open_engine("auto", model, pick_dtype(dtype, dev))
     masks = []                                          # after every step: which positions of the block are masked
     done = sample.generate(engine, [torch.tensor(ids)], count, sampler, new_decoder,
@@ -66,7 +67,7 @@ def record():
         before = masked
     new = done.tokens[0].tolist()[len(ids):]
     return dict(prompt=text, tokens=[tokenizer.decode([token]) for token in new],
-                steps=[steps[len(ids) + i] for i in range(len(new))], model=known["model"], order=order, seed=seed,
+                steps=[steps[len(ids) + i] for i in range(len(new))], model=known["model"], decoder=decoder, seed=seed,
                 tokens_per_step=sampler.tokens_per_step)
 
 

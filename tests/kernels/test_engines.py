@@ -27,9 +27,9 @@ both_times = pytest.mark.parametrize("time_conditioning", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("time_conditioning, prompt_length, how", [
     (False, 11, dict(tokens_per_step=2)), (True, 0, dict(tokens_per_step=8, top_k=5)),
-    (False, 11, dict(tokens_per_step=3, top_p=0.8)), (True, 11, dict(order="confidence", temperature=0.0)),
-    (False, 8, dict(order="confidence", tokens_per_step=5)), (True, 11, dict(order="threshold", threshold=0.3)),
-    (False, 3, dict(order="first_hitting", temperature=2.0)), (True, 3, dict(order="first_hitting"))])
+    (False, 11, dict(tokens_per_step=3, top_p=0.8)), (True, 11, dict(decoder="confidence", temperature=0.0)),
+    (False, 8, dict(decoder="confidence", tokens_per_step=5)), (True, 11, dict(decoder="threshold", threshold=0.3)),
+    (False, 3, dict(decoder="first_hitting", temperature=2.0)), (True, 3, dict(decoder="first_hitting"))])
 def test_the_fused_engine_equals_generation_without_a_cache_token_for_token(monkeypatch, name, time_conditioning,
                                                                             prompt_length, how):
     """Commit and first step in one pass, the head on p positions, folded and merged weights."""

@@ -16,7 +16,7 @@ import fast.two_stream as two_stream  # noqa: E402
 import ops  # noqa: E402
 from checkpoint import fingerprint, load_prefix, read_prefix, save_prefix  # noqa: E402
 from configurator import ConfigError  # noqa: E402
-from decoders import ORDERS, Sampler  # noqa: E402
+from decoders import DECODERS, Sampler  # noqa: E402
 from fast.decoder import say_once  # noqa: E402
 from fast.inference import inference_model  # noqa: E402
 from model import BlockDiffusionLM, ModelConfig, cast_for_inference  # noqa: E402
@@ -164,19 +164,19 @@ def test_twenty_training_steps_give_the_losses_of_the_plain_path_on_the_cpu(name
     assert worst < 1e-2 and len(set(losses[0])) == 20
 
 
-def continue_prompts(model, lengths, engine, length=150, order="random", prefix=None, **rest):
+def continue_prompts(model, lengths, engine, length=150, decoder="random", prefix=None, **rest):
     """Generation with block length 64 and draws that depend on the row alone. engine: a name, or what open_engine
     returned."""
     model, new_decoder = open_engine(engine, model) if isinstance(engine, str) else engine
-    sampler = Sampler(list(range(len(lengths))), order, tokens_per_step=12, threshold=0.0015, mask_id=999)
+    sampler = Sampler(list(range(len(lengths))), decoder, tokens_per_step=12, threshold=0.0015, mask_id=999)
     text = torch.randint(0, 999, (512,), generator=torch.Generator().manual_seed(3))
     prompts = [text[i:i + n] for i, n in enumerate(lengths)]
     return generate(model, prompts, length, sampler, new_decoder, prefix=prefix, **rest)
 
 
 @pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])
-@pytest.mark.parametrize("order", ORDERS)
-def test_cuda_graphs_give_the_tokens_of_the_plain_loop_in_every_decoder(monkeypatch, name, order):
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_cuda_graphs_give_the_tokens_of_the_plain_loop_in_every_decoder(monkeypatch, name, decoder):
     """Prompts of different lengths, rows that finish at different steps, an end-of-text, a watcher; where
     all positions need logits, these are made for 20 at a time."""
     select_kernels("auto", "cuda")
@@ -184,12 +184,12 @@ def test_cuda_graphs_give_the_tokens_of_the_plain_loop_in_every_decoder(monkeypa
     model = gpu_model(name, block_len=64).cuda()
     lengths = (5, 70, 128, 200)
     say_once.cache_clear()
-    plain = continue_prompts(model, lengths, "simple", order=order)
+    plain = continue_prompts(model, lengths, "simple", decoder=decoder)
     stop, steps = int(plain.tokens[1][100]), []
     for engine in ("fused", "graphs", "auto"):
-        out = continue_prompts(model, lengths, engine, order=order)
+        out = continue_prompts(model, lengths, engine, decoder=decoder)
         assert all(torch.equal(a, b) for a, b in zip(out.tokens, plain.tokens)), engine
-        cut = continue_prompts(model, lengths, engine, order=order, stop_token=stop,
+        cut = continue_prompts(model, lengths, engine, decoder=decoder, stop_token=stop,
                                on_step=lambda xt: steps.append(int((xt == 999).sum())))
         assert len(cut.tokens[1]) <= 101
         assert all(torch.equal(a, b[:len(a)]) for a, b in zip(cut.tokens, plain.tokens)), engine
@@ -198,44 +198,44 @@ def test_cuda_graphs_give_the_tokens_of_the_plain_loop_in_every_decoder(monkeypa
     assert say_once.cache_info().currsize == 0          # auto took the graphs
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_the_host_never_waits_inside_a_block(order):
-    """But for order=threshold, which asks before every step whether a mask is left."""
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_the_host_never_waits_inside_a_block(decoder):
+    """But for decoder=threshold, which asks before every step whether a mask is left."""
     select_kernels("auto", "cuda")
     model, masks = gpu_model("mamba_h", block_len=64).cuda(), torch.full((2, 64), 999, device="cuda")
 
     def two_blocks(engine, mode):
         prepared, new_decoder = open_engine(engine, model)
-        sampler = Sampler([0, 1], order, 12, threshold=0.0015, mask_id=999)
-        decoder = new_decoder(prepared, prepared.new_cache(2, 64), sampler, 64)
-        assert decoder.engine == engine
+        sampler = Sampler([0, 1], decoder, 12, threshold=0.0015, mask_id=999)
+        blocks = new_decoder(prepared, prepared.new_cache(2, 64), sampler, 64)
+        assert blocks.engine == engine
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            decoder.commit(decoder.decode(masks, [64, 64]))
-            x0 = decoder.decode(masks, [64, 64])
+            blocks.commit(blocks.decode(masks, [64, 64]))
+            x0 = blocks.decode(masks, [64, 64])
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        return x0, decoder
-    x0, decoder = two_blocks("graphs", "default" if order == "threshold" else "error")
-    assert (x0 != 999).all() and decoder.cache.lengths.tolist() == [64, 64]
+        return x0, blocks
+    x0, blocks = two_blocks("graphs", "default" if decoder == "threshold" else "error")
+    assert (x0 != 999).all() and blocks.cache.lengths.tolist() == [64, 64]
     plain, eager = two_blocks("fused", "default")
-    assert torch.equal(plain, x0) and decoder.passes == eager.passes
-    if order == "threshold":
-        assert 2 < decoder.passes < 128
+    assert torch.equal(plain, x0) and blocks.passes == eager.passes
+    if decoder == "threshold":
+        assert 2 < blocks.passes < 128
     else:
-        assert decoder.passes == 2 * (64 if order == "first_hitting" else 6)
+        assert blocks.passes == 2 * (64 if decoder == "first_hitting" else 6)
 
 
 @pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])
-@pytest.mark.parametrize("order", ["random", "confidence"])
+@pytest.mark.parametrize("decoder", ["random", "confidence"])
 @pytest.mark.parametrize("time", [False, True])
-def test_prepared_weights_in_graphs_give_the_tokens_of_the_model_without_a_cache(name, order, time):
+def test_prepared_weights_in_graphs_give_the_tokens_of_the_model_without_a_cache(name, decoder, time):
     """In fp32: folded and merged weights, cut products and kernels against the training model's own. Where
-    two probabilities differ by less than rounding the confident order may turn; with this text none do."""
+    two probabilities differ by less than rounding a step may choose the other one; with this text none do."""
     model = gpu_model(name, block_len=64, seq_len=512, time_conditioning=time).cuda()
     prompts = torch.randint(0, 999, (2, 70), generator=torch.Generator().manual_seed(1)).cuda()
 
-    sampler = Sampler([0, 1], order, 12, mask_id=999)
+    sampler = Sampler([0, 1], decoder, 12, mask_id=999)
     want = generate_naive(model, prompts, 130, sampler)
     select_kernels("auto", "cuda")
     for compiled in (False, True):

@@ -27,7 +27,7 @@ def test_bad_requests_are_refused_before_any_work():
         generate(model, prompts_of(7, 16), 262_128, make_sampler(model, 2))
     with pytest.raises(ModelError, match="at least 1"):
         generate(model, prompts_of(4), 0, make_sampler(model))
-    for name, value in dict(order="sideways", top_p=0.0, threshold=1.5, temperature=-1.0, top_k=-1).items():
+    for name, value in dict(decoder="sideways", top_p=0.0, threshold=1.5, temperature=-1.0, top_k=-1).items():
         with pytest.raises(ConfigError, match=f"^{name} must be .*, but is '?{value}'?$"):
             make_sampler(model, **{name: value})
     with pytest.raises(ConfigError, match="no seeds"):
@@ -47,8 +47,8 @@ def test_a_suffix_that_does_not_fit_the_block_is_a_sentence():
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("order", ["confidence", "threshold"])
-def test_logits_of_all_positions_are_made_for_a_few_at_a_time(monkeypatch, order, engine):
+@pytest.mark.parametrize("decoder", ["confidence", "threshold"])
+def test_logits_of_all_positions_are_made_for_a_few_at_a_time(monkeypatch, decoder, engine):
     model, seen, pick = make_model("mamba_h", torch.float32), [], Sampler.pick
     monkeypatch.setattr(Sampler, "pick", lambda self, logits, *rest: (
         seen.append(logits.size(1)) or pick(self, logits, *rest)))
@@ -56,7 +56,7 @@ def test_logits_of_all_positions_are_made_for_a_few_at_a_time(monkeypatch, order
     for few, rows in ((10 ** 9, 1), (3 * 24, 1), (3 * 24, 2)):
         monkeypatch.setattr(decoders, "LOGITS", few)
         seen.clear()
-        sampler = make_sampler(model, rows, order=order, threshold=0.3)
+        sampler = make_sampler(model, rows, decoder=decoder, threshold=0.3)
         tokens.append(generate_by(engine, model, prompts_of(*rows * [11]), 13, sampler).tokens[0])
         assert set(seen) == ({8} if few > 1000 else {3, 2})
     assert all(torch.equal(t, tokens[0]) for t in tokens)
@@ -150,7 +150,7 @@ def run(monkeypatch, **settings):
 
 @pytest.mark.parametrize("settings, message", [
     (dict(length=0), "length must be at least 1, but is 0"), (dict(num_samples=0), "num_samples must be at least 1, but is 0"), (dict(seed=10 ** 23), "seed must be below"),
-    (dict(order="rnd"), "order must be one of .*, but is 'rnd'"), (dict(dtype="fp16"), "dtype must be one of .*, but is 'fp16'"), (dict(engine="x"), "engine must be one of"),
+    (dict(decoder="rnd"), "decoder must be one of .*, but is 'rnd'"), (dict(dtype="fp16"), "dtype must be one of .*, but is 'fp16'"), (dict(engine="x"), "engine must be one of"),
     (dict(threshold=-1.0), "threshold must be at least 0, but is -1.0"), (dict(threshold=5.0), "threshold must be at most 1, but is 5.0"),
     (dict(tokens_per_step=-1), "tokens_per_step must be at least 1, but is -1"), (dict(prompt="hi", prompt_file="f"), "leave one out"),
     (dict(save_cache="{here}"), "cannot be written"), (dict(save_cache="{here}/file/cache"), "cannot be written"),

@@ -148,7 +148,8 @@ def test_results_that_cannot_be_written_are_said_to_be_on_the_screen(tmp_path):
 
 def test_names_of_nanogpt_lead_to_ours():
     for name, settings, ours in (("start", dict(prompt="", seed=1), "prompt"), ("n_embd", dict(d_model=1), "d_model"),
-                                 ("max_new_tokens", dict(length=1, max_iters=2), "length")):
+                                 ("max_new_tokens", dict(length=1, max_iters=2), "length"),
+                                 ("order", dict(decoder="random"), "decoder")):
         with pytest.raises(ConfigError, match=f"there is no setting '{name}'; did you mean {ours}\\?"):
             configure(dict(settings), [f"--{name}=1"])
 

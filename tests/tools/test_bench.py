@@ -10,7 +10,7 @@ from configurator import UserError, settings_of
 from conftest import ROOT, script
 from model import config_from_file
 from paper import MODELS
-from tools import operations, throughput
+from tools import compare_ops, throughput
 
 TINY = ["--device=cpu", "--warmup=0", "--iterations=1", "--micro_batch_size=1"]
 
@@ -98,7 +98,7 @@ def test_the_limit_of_a_step_counts_every_weight_of_the_generation_pass_once():
 
 
 def test_ops_sets_each_operation_beside_a_library_and_its_limit(capsys):
-    bench.main(["ops", *TINY], operations.OPERATIONS)
+    bench.main(["ops", *TINY], compare_ops.COMPARISONS)
     rows = last_line(capsys)["rows"]
     assert len({r["op"] for r in rows}) == len(rows) == 13
     for r in rows:

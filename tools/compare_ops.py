@@ -240,6 +240,6 @@ def adamw_rows(kind, big, compiled):
     yield compared("AdamW step", lambda: ours.clip_and_step(1e-4), others, 0, nbytes, graph=False)
 
 
-OPERATIONS = dict(scan=scan_rows, mixer=mixer_rows, attention=attention_rows,
+COMPARISONS = dict(scan=scan_rows, mixer=mixer_rows, attention=attention_rows,
                   cross_entropy=cross_entropy_rows, block_attention=block_attention_rows,
                   adamw=adamw_rows)
