@@ -219,6 +219,7 @@ FORKING.set_forkserver_preload(["torch._dynamo", "matplotlib.pyplot", "tiktoken"
 
 def child_main(argv, environment, paths):
     os.environ.update(environment)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)        # nohup ignores it, and children inherit that
     for path, descriptor in zip(paths, (1, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)
@@ -256,7 +257,9 @@ class Child:
         if signal_number is not None:
             os.kill(self.process.pid, signal_number)
         self.process.join(100)
-        assert self.process.exitcode is not None, "it does not end"
+        ended = self.process.exitcode is not None
+        self.process.kill()                             # otherwise pytest would wait for it
+        assert ended, "it does not end"
         return self.process.exitcode, *self.printed()
 
 
