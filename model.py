@@ -14,6 +14,7 @@ Partial Bidirectionality"; equation labels below are those of its source.
     python model.py                                   parameter counts of every config
     python -m pytest tests/test_model.py              what is claimed here, shown
 """
+from configurator import ConfigError, UserError, fit, read_file, script     # first: see quiet_interrupt
 import dataclasses
 import glob
 import math
@@ -25,7 +26,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import ops
-from configurator import ConfigError, UserError, fit, read_file, script
 from paper import PARAMS
 
 

@@ -8,6 +8,7 @@ Only this module needs the packages zstandard, huggingface_hub and pyarrow.
     python data.py jsonl *.jsonl.zst --val valid.jsonl --tokenizer gpt2 --out data/mine
     python data.py dclm --tokens 5e9
 """
+from configurator import UserError, check_words, script, tqdm  # first: see quiet_interrupt
 import argparse
 import contextlib
 import functools
@@ -27,7 +28,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from configurator import UserError, check_words, script, tqdm
 from data import (ELSEWHERE, HUB, META, SHARD_TOKENS, SPLITS, TASKS, VERSION, DataError, SplitWriter,
                   check_out, encode, get_tokenizer, prepare_stdlib, read_json, read_meta, sha256,
                   show, write_json, write_meta)
