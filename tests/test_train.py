@@ -49,6 +49,15 @@ def test_four_steps_equal_two_then_resume_then_two_bit_for_bit(corpus, tmp_path)
     assert losses[0] == losses[1] and len(losses[0]) == 6
 
 
+def test_every_row_of_every_step_has_noise_of_its_own(corpus, tmp_path):
+    keys = []
+    def patch(module):
+        make = module.noise_generators
+        module.noise_generators = lambda seed, ids: keys.extend(ids) or make(seed, ids)
+    run(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", "--micro_batch_size=2"], patch=patch)
+    assert keys == list(range(4 * 4))                   # four steps of four rows
+
+
 def test_accumulation_does_not_change_the_run(corpus, tmp_path):
     losses = []
     for micro in (4, 1):
