@@ -185,12 +185,12 @@ def test_sigterm_while_sampling_is_a_line(trained, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["train.py", "eval.py", "bench.py"])
-def test_ctrl_c_is_one_line(monkeypatch, trained, name):
+def test_ctrl_c_is_one_line(monkeypatch, trained, tmp_path, name):
     def stop(*_, **__):
         raise KeyboardInterrupt
     monkeypatch.setattr("parallel.pick_device", stop)
-    argv = {"eval.py": [f"--checkpoint={trained}"], "bench.py": ["train"]}.get(name, [])
-    status, _, error = script(name, *argv)
+    argv = {"train.py": [f"--out_dir={tmp_path}"], "eval.py": [f"--checkpoint={trained}"], "bench.py": ["train"]}
+    status, _, error = script(name, *argv[name])
     assert status == 130 and error.endswith(f"{name}: stopped\n")
 
 
