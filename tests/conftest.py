@@ -212,6 +212,18 @@ def script(name, *argv):
     return status, out.getvalue(), err.getvalue()
 
 
+def data_main(*arguments):
+    """The exit status of `python data.py ...` in this process; its sentence goes to stderr."""
+    from tools import prepare
+    try:
+        prepare.main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        return stop.code if isinstance(stop.code, int) else 1
+    return 0
+
+
 # Processes are forked from a server that has imported what takes seconds.
 FORKING = multiprocessing.get_context("forkserver")
 FORKING.set_forkserver_preload(["torch._dynamo", "matplotlib.pyplot", "tiktoken"])  # AdamW imports _dynamo

@@ -11,20 +11,9 @@ import pytest
 
 import data
 from configurator import UserError
-from conftest import status
+from conftest import data_main as main, status
 from test_data import TEXTS, documents, fake_stdlib, folder_bytes, make_folder, prepared, write_jsonl
 from tools import prepare
-
-
-def main(*arguments):
-    """The exit status of `python data.py ...` in this process; its sentence goes to stderr."""
-    try:
-        prepare.main([str(argument) for argument in arguments])
-    except SystemExit as stop:
-        if isinstance(stop.code, str):
-            print(stop.code, file=sys.stderr)
-        return stop.code if isinstance(stop.code, int) else 1
-    return 0
 
 
 def damage_shard(folder, edit):

@@ -14,22 +14,11 @@ from pathlib import Path
 import pytest
 
 import data
-from conftest import status
+from conftest import data_main as main, status
 from test_data import TEXTS, documents, folder_bytes, make_folder, prepared, write_jsonl
 from tools import prepare
 
 zstandard = pytest.importorskip("zstandard")
-
-
-def main(*arguments):
-    """The exit status of `python data.py ...` in this process; its sentence goes to stderr."""
-    try:
-        prepare.main([str(argument) for argument in arguments])
-    except SystemExit as stop:
-        if isinstance(stop.code, str):
-            print(stop.code, file=sys.stderr)
-        return stop.code if isinstance(stop.code, int) else 1
-    return 0
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz", "a.jsonl.zst"])
