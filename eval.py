@@ -49,7 +49,7 @@ stratified = False                      # sample j of mc draws t from the j-th o
 mcqa = ""                               # a folder made by python data.py mcqa
 tasks = []                              # some of its tasks; []: all
 score = "pll"                           # pll or nelbo (t always stratified)
-limit = 0                               # so many questions of a task, drawn by seed; 0: all
+limit = 0                               # questions of a task, drawn by seed; 0: all
 # generated text
 generate = 0                            # continuations to sample
 prompt_len = 32                         # tokens of validation text that each one continues
@@ -100,9 +100,9 @@ def gather(parallel, array):
 
 def nelbo_figures(counts, tokens, n_bytes):
     """
-    counts (n, mc, 3) as above, tokens and n_bytes (n,) of the sequences -> a dict. `nelbo_se` holds
-    text and noise; `nats` is the NELBO of every sequence, for paired comparisons. `nelbo_se_noise`, known from mc = 2
-    on, is what another seed would change; with stratified noise it is a bound, as the strata differ.
+    counts (n, mc, 3) of nelbo.nelbo_counts, tokens and n_bytes (n,) of the sequences -> a dict. `nats` is the NELBO of
+    every sequence, for paired comparisons. `nelbo_se` is the standard error from text and noise, `nelbo_se_noise` that
+    from noise alone; it needs mc >= 2, and with stratified noise it is an upper bound, because the strata differ.
     """
     nats, masked, hits = counts.mean(1).T
     nelbo, se = ratio(nats, tokens)

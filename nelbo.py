@@ -17,8 +17,8 @@ from data import batches, noise_generators
 
 
 def progress(parallel, what, total, unit, terse=False):
-    """A bar with ETA on the first rank's stderr, which moves seldom in a file; terse, on a terminal alone and after
-    three seconds."""
+    """A progress bar with ETA on rank 0's stderr. In a file it moves every 30 seconds. terse: only on a terminal, and
+    only after three seconds."""
     terminal = sys.stderr.isatty()
     return tqdm(desc=what, total=total, unit=unit, file=sys.stderr, leave=False, unit_scale=True,
                 mininterval=0.2 if terminal else 30, delay=3 if terse else 0,
@@ -58,10 +58,10 @@ def sequence_nelbo(model, x0, is_masked, t):
 
 def nelbo_counts(model, x, parallel, autocast, seed, mc, stratified=False, batch_size=8, stop=None):
     """
-    sequence_nelbo of x (n, s) for mc noise samples: float64 (n, mc, 3), zero for the sequences of
-    other ranks. Noise is a function of (seed, sequence, sample) and of nothing else; stratified, t
-    of sample j comes from the j-th of mc equal parts of its range. stop: the list in which train.py
-    notes signals; None is returned once it holds one, which one process alone can heed.
+    sequence_nelbo of every sequence of x (n, s), for mc noise samples: float64 (n, mc, 3), zero for the sequences of
+    other ranks. Noise is a function of (seed, sequence, sample) alone. stratified: the t of sample j comes from the
+    j-th of mc equal parts of its range. stop: the list of signals that train.py has received. With one process, a
+    signal ends the work, and None is returned; with more, all ranks must go on to the end together.
     """
     counts = np.zeros((len(x), mc, 3))
     mine = range(parallel.rank, len(x), parallel.world)

@@ -240,7 +240,7 @@ def two_stream_masks(s, block_len, device):
 def two_stream_attention(clean, noisy, masks):
     """
     Attention of both streams. clean = (q, k, v), each (b, h, s - block_len, e): every clean block but
-    the last, which nobody sees; q may be None where the clean output is not needed. noisy = (q, k, v),
+    the last, which no block sees; q may be None where the clean output is unused. noisy = (q, k, v),
     each (b, h, s, e). Returns (clean output or None, noisy output) in the shapes of the queries.
     """
     (q_clean, k_clean, v_clean), (q, k, v) = clean, noisy

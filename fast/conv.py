@@ -78,7 +78,7 @@ def conv_kernel(u, weight, bias, initial, out, rows, s, c, sur, sul, suw, sir, s
     u, sul = u + row * sur + way * suw + end * sul, sul * sign
     if initial is not None:
         initial += row * sir
-    us = (tl.zeros((R, K), tl.float32),)  # the last W values of u; the first one here is a placeholder
+    us = (tl.zeros((R, K), tl.float32),)  # the last W values of u; these zeros are dropped unread
     for j in tl.static_range(1, W):
         i = start - W + j
         stored = ok & ((i >= 0) | (way == 0))[:, None]
@@ -123,7 +123,7 @@ def conv_backward_kernel(u, weight, bias, initial, dout, du, dparams, dinitial, 
         initial += row * sir
     zero = tl.zeros((R, K), tl.float32)
     us, das, dw, db = (), (), (), zero
-    for j in tl.static_range(W):  # the last of us is a placeholder
+    for j in tl.static_range(W):  # the last of `us` is dropped unread
         uj = columns(u, initial, end + j, kc, ok, s, sul, sil, W)
         us, das, dw = us + (uj.to(tl.float32),), das + (zero,), dw + (zero,)
     for j in tl.static_range(1, W):

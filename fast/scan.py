@@ -65,7 +65,7 @@ TUNE = {
     "after": dict(q=64, num_warps=8, num_stages=3),
     "before": dict(q=64, num_warps=4, num_stages=3),
 }
-FEW, SHORT = 288, 1024  # up to so many heads of all rows, and tokens, tiles_kernel runs
+FEW, SHORT = 288, 1024  # tiles_kernel runs up to this rows x heads, and this row length
 
 
 def settings(kernel, x):
