@@ -15,7 +15,7 @@ d_model = 1152
 
 batch_size = 64
 micro_batch_size = 4
-max_iters = 1000                # untuned: the paper trains no model of this size; bench.py measures its speed
+max_iters = 1000                # untuned: the paper gives only the size; bench.py measures its speed
 warmup_iters = 100
 learning_rate = 1e-3
 init_std = embed_std = 0.02
