@@ -37,7 +37,7 @@ whole = [256, 1024, 8192, 32768, 65536] # lengths that block models generate fro
 tokens_per_step = 16                    # p, tokens revealed per step
 micro_batch_size = 8                    # training sequences per device
 seq_len = 0                             # tokens of a training sequence; 0: as in the config file
-warmup = 5                              # iterations before the measured ones
+warmup = 5                              # iterations before the measured ones, after the very first one
 iterations = 15                         # measured iterations
 out = ""                                # also write the JSON to this file
 figures = "assets"                      # the folder in which `plot` writes its pictures
@@ -83,6 +83,7 @@ def measured_ceilings(dev):
 
 def limit_ms(flops, nbytes, ceilings):
     """The least milliseconds for these FLOPs and bytes at the measured ceilings: the longer of the two times."""
+    # The ceilings are in 1e12 units a second, so the quotients are in 1e-12 s, which is 1e-9 ms.
     return 1e-9 * max(flops / ceilings["matmul_tflops"], nbytes / ceilings["copy_tb_s"])
 
 
@@ -321,8 +322,9 @@ def step_work(c, b, l, prefix, p, width):
     """
     d, n, di, chunk = c.d_model, c.d_state, c.d_inner, min(c.chunk_len, l)
     commit = 0 if c.full_sequence else p / l
-    flops, values = 2 * p * d * c.vocab_size, d * c.vocab_size
+    flops, values = 2 * p * d * c.vocab_size, d * c.vocab_size                 # the head
     for i in range(c.n_layer):
+        # A commit runs one of the two directions of a Mamba layer, so its tokens count half there.
         last, share = i == c.n_layer - 1, 0.5 if i % c.attn_every else 1
         enter = l + share * commit * l                  # tokens that enter the layer: the step's, and part of a commit
         leave, through_mlp = (p, p) if last else (enter, l + commit * l)
@@ -331,6 +333,7 @@ def step_work(c, b, l, prefix, p, width):
             before, after, read = 2 * d * d, 2 * d * d, 2 * prefix * d
             flops += 4 * leave * (prefix + l) * d
         else:
+            # Both directions: weights before the scan; weights after it. Values of the cached state.
             before, after, read = 2 * d * (2 * di + 2 * n + di // c.mamba_head_dim), 2 * di * d, n * di
             flops += 2 * enter * (2 * chunk * n + 2 * chunk * di + 4 * n * di)
         flops += 2 * (enter * before + leave * after + through_mlp * 8 * d * d)

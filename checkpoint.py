@@ -83,7 +83,7 @@ def shapes(table):
 def read_checkpoint(path, parts):
     """Reads the record of a checkpoint or of an export. parts: keys that it must have, although CHECKPOINT allows them
     to be missing. Raises UserError for any other file."""
-    # A key without its "?" must not be missing.
+    # The form with the "?" removed from the keys in `parts`: those keys must be there.
     form = {key.removeprefix("?") if key[1:] in parts else key: part for key, part in CHECKPOINT.items()}
     load, advice, exported = read_tensors, "train again or use another file", path.endswith(".safetensors")
     if not os.path.isfile(path):
@@ -247,7 +247,7 @@ def find_checkpoint(path):
     if not os.path.isdir(folder):
         return folder
     held = [name for name in ("ckpt.pt", WEIGHTS, CONFIG) if os.path.isfile(os.path.join(folder, name))]
-    exported = folder != path or held and held[0] != "ckpt.pt"
+    exported = folder != path or held and held[0] != "ckpt.pt"     # a download is always an export
     return os.path.join(folder, WEIGHTS if exported else "ckpt.pt")
 
 

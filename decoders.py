@@ -36,7 +36,8 @@ def check_decoder(settings):
 class Sampler:
     """
     How tokens are drawn, and which ones a step reveals. `seeds` has one int64 for each row of the batch. All draws of a
-    row are functions of its seed, so a row with the same seed and prompt gets the same tokens in any batch and any call.
+    row are functions of its seed, so a row with the same seed and prompt gets the same tokens in any batch and any
+    call.
     """
     seeds: list
     decoder: str = "random"

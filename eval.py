@@ -1,16 +1,17 @@
 """
 Evaluates all four models by one protocol: NELBO perplexity, bits per byte and masked-token accuracy
-(eq. nelbo-ppl-background), six question sets, generated text; each figure with its standard error.
+(eq. nelbo-ppl-background), six question sets, and generated text, with standard errors.
 
-    python eval.py                                              # out/ckpt.pt on the text it knows
+    python eval.py                          # out/ckpt.pt, on validation text of the data it was trained on
     python eval.py --checkpoint out/mamba_h_87m --data data/c4,data/paloma --mcqa data/mcqa
 
-The paper names neither prompts nor a scoring rule. Ours: a choice scores the sum over its tokens of
-log p(token), that token alone masked, context and the rest of the answer given (pll), or minus the
-NELBO of the answer (nelbo). A full-sequence model's window ends with the answer. A block model
-reads whole blocks of context once, into its cache; the answer starts in the block in which the
-context ends, and a block's positions after the answer stay masked: nothing is known of them. If an
-answer takes several blocks, each sees the earlier ones clean and nothing of the later ones.
+The paper gives neither prompts nor a scoring rule for question sets. Here the choice with the highest score wins:
+  pll      the sum over the answer's tokens of log p(token). Each token is masked alone; the model sees the others.
+  nelbo    minus the NELBO of the answer, given the context
+A full-sequence model sees one window that ends with the answer. A block model reads the whole blocks of the context
+once, into its cache. The first active block holds the rest of the context and the start of the answer. If the answer
+takes several blocks, each sees the earlier ones clean and the later ones not at all. Positions after the answer stay
+masked, because nothing is known of them.
 """
 from configurator import ConfigError, check, configure, script  # first: see quiet_interrupt
 import dataclasses
@@ -40,33 +41,33 @@ from parallel import Parallel, hardware, pick_dtype, select_kernels
 # Settings
 checkpoint = ["out/ckpt.pt"]            # files, folders or hf://owner/name, separated by commas
 # perplexity
-data = []                               # prepared folders; []: the checkpoint's, unless --mcqa
-sequences = 256                         # sequences of the validation split, the first ones
+data = []                               # prepared folders; []: that of the training, but none if mcqa is set
+sequences = 256                         # how many sequences, from the start of the validation split
 seq_len = 0                             # tokens of a sequence; 0: as in training, 8192 in the paper
-mc = 1                                  # noise samples per sequence, and per answer with nelbo
-stratified = False                      # sample j of mc draws t from the j-th of mc equal parts
+mc = 1                                  # noise samples per sequence; with score=nelbo also per answer
+stratified = False                      # sample j draws t from the j-th of mc equal parts of its range
 # question sets
 mcqa = ""                               # a folder made by python data.py mcqa
 tasks = []                              # some of its tasks; []: all
-score = "pll"                           # pll or nelbo (t always stratified)
-limit = 0                               # questions of a task, drawn by seed; 0: all
+score = "pll"                           # pll or nelbo, see above; nelbo always stratifies t
+limit = 0                               # questions per task, chosen at random by seed; 0: all
 # generated text
-generate = 0                            # continuations to sample
-prompt_len = 32                         # tokens of validation text that each one continues
-length = 256                            # tokens of each one
-tokens_per_step = 0                     # revealed per denoising step; 0: a sixteenth of a block
-judge = ""                              # a second checkpoint that scores them
+generate = 0                            # continuations to sample; 0: none
+prompt_len = 32                         # tokens of validation text that each continuation starts from
+length = 256                            # tokens of each continuation
+tokens_per_step = 0                     # p, tokens revealed per step; 0: a sixteenth of a block
+judge = ""                              # a second checkpoint, whose NELBO of the generated text is reported
 # system
-batch_size = 8                          # sequences, or as many tokens of questions, at a time
+batch_size = 8                          # sequences at a time; questions: batch_size * the model's seq_len tokens
 seed = 1337                             # of all noise
-out = ""                                # a file that gets the JSON as well
+out = ""                                # also write the JSON to this file
 device = "auto"                         # auto, cpu, cuda or mps
 dtype = "auto"                          # auto: bfloat16 on CUDA, float32 elsewhere; logits are fp32
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
-dist_timeout = 300                      # seconds until a collective without an answer ends the job
+dist_timeout = 300                      # seconds after which a collective that a rank has not joined ends the job
 # ---------------------------------------------------------------------------------------------
 
-TABLES = {                              # parts of a result, and the columns of their tables
+TABLES = {                              # part of a result: the columns of its table, each as figure:decimals
     "text": "ppl:2 bpb:4 acc:2 nelbo:4 nelbo_se_noise:4 bytes_per_token:3 documents tokens "
             "tok_per_s:0",
     "mcqa": "acc:2 acc_per_token:2 chance:2 majority:2 uniform:2 questions tokens cut tok_per_s:0",
@@ -78,17 +79,20 @@ TABLES = {                              # parts of a result, and the columns of 
 # -- small pieces -----------------------------------------------------------------------------
 
 def ratio(numerator, denominator=1.0):
-    """Sum over sum of arrays (n,), and its standard error over the n (nan if there is one). With
-    the default denominator it is the mean and the standard error of the mean."""
+    """sum(numerator) / sum(denominator) of arrays (n,), and its standard error over the n entries by the delta method.
+    The default denominator gives the mean and its standard error. The value is nan for a sum of 0, the error for
+    n = 1."""
     n, denominator = len(numerator), denominator * np.ones(len(numerator))
     total = denominator.sum()
     value = numerator.sum() / total if total else math.nan
-    rest = np.square(numerator - value * denominator).sum()
-    return value, math.sqrt(n / (n - 1) * rest) / total if n > 1 and total else math.nan
+    squares = np.square(numerator - value * denominator).sum()
+    return value, math.sqrt(n / (n - 1) * squares) / total if n > 1 and total else math.nan
 
 
 def gather(parallel, array):
-    """The sum over ranks of arrays that are zero where another rank did the work. Collective."""
+    """Joins the ranks' parts of an array: each rank's array is zero where another rank did the work, so their sum has
+    everything. All ranks get it. A collective: every rank must call it. Raises ModelError unless all values are
+    finite."""
     array = np.array(parallel.sum(array.ravel().tolist())).reshape(array.shape)
     if not np.isfinite(array).all():
         raise ModelError("the likelihoods are not finite: this checkpoint's training failed; use "
@@ -100,17 +104,20 @@ def gather(parallel, array):
 
 def nelbo_figures(counts, tokens, n_bytes):
     """
-    counts (n, mc, 3) of nelbo.nelbo_counts, tokens and n_bytes (n,) of the sequences -> a dict. `nats` is the NELBO of
-    every sequence, for paired comparisons. `nelbo_se` is the standard error from text and noise, `nelbo_se_noise` that
-    from noise alone; it needs mc >= 2, and with stratified noise it is an upper bound, because the strata differ.
+    The figures of a text, a dict, from counts (n, mc, 3) of nelbo.nelbo_counts and the sequences' numbers of tokens and
+    of bytes, each (n,).
+
+    `nats` is the NELBO of every sequence, for paired comparisons; `nelbo` is in nats per token. `nelbo_se` is its
+    standard error from text and noise, `nelbo_se_noise` that from noise alone. The latter needs mc >= 2. With
+    stratified noise it is an upper bound, because the strata differ.
     """
-    nats, masked, hits = counts.mean(1).T
+    nats, masked, hits = counts.mean(1).T                                      # (n,) each, means over noise samples
     nelbo, se = ratio(nats, tokens)
     acc, acc_se = ratio(hits, masked)
     n, mc, _ = counts.shape
-    noise = counts[..., 0].var(1, ddof=1).sum() / mc if mc > 1 else math.nan
-    ppl = math.exp(min(nelbo, 700))
-    return dict(nats=nats.round(3).tolist(), nelbo=nelbo, nelbo_se=se, nelbo_se_noise=math.sqrt(noise) / tokens.sum(),
+    var = counts[..., 0].var(1, ddof=1).sum() / mc if mc > 1 else math.nan     # of nats.sum(), from noise alone
+    ppl = math.exp(min(nelbo, 700))                     # beyond 709, exp overflows
+    return dict(nats=nats.round(3).tolist(), nelbo=nelbo, nelbo_se=se, nelbo_se_noise=math.sqrt(var) / tokens.sum(),
                 ppl=ppl, ppl_se=ppl * se, acc=100 * acc, acc_se=100 * acc_se,
                 bpb=bits_per_byte(nelbo, tokens.sum(), n_bytes.sum()),
                 bpb_se=ratio(nats, n_bytes)[1] / math.log(2), sequences=n, samples=mc,
@@ -119,7 +126,8 @@ def nelbo_figures(counts, tokens, n_bytes):
 
 
 def evaluate_text(model, tokenizer, folder, parallel, autocast):
-    """NELBO, perplexity, bits per byte and masked-token accuracy on a prepared folder: a dict."""
+    """NELBO, perplexity, bits per byte and masked-token accuracy on the validation split of a prepared folder, a
+    dict. A collective."""
     text = TokenData(folder, "val", tokenizer.name)
     s = seq_len or model.config.seq_len
     x, started = text.sequences(s, sequences), time.time()
@@ -128,55 +136,66 @@ def evaluate_text(model, tokenizer, folder, parallel, autocast):
     seconds = time.time() - started
     figures = nelbo_figures(counts, np.full(len(x), s), n_bytes)
     ends = x == tokenizer.eot_token
-    return dict(figures, seq_len=s, documents=int(ends.sum()) + int(not ends[-1, -1]),
+    return dict(figures, seq_len=s, documents=int(ends.sum()) + int(not ends[-1, -1]),  # the last may have no end
                 seconds=seconds, tok_per_s=x.numel() * mc / seconds)
 
 
 # -- answers ----------------------------------------------------------------------------------
-# A question is a list of (context, answer), one for each choice, both lists of tokens.
+# A question is a list with one (context, answer) for each choice. Both are lists of tokens. The cost of a choice is
+# minus its score. It is a weighted sum of -log p of masked tokens, computed in three steps:
+#   question_rows   makes the Rows of a question: active blocks in which some tokens of an answer are masked
+#   prefilled       batches Rows of one shape, and reads the prefixes before their blocks into a cache
+#   score_rows      runs a batch, and adds the -log p of its masked tokens to the costs
 
 @dataclasses.dataclass
 class Row:
-    """An active block with some tokens of an answer masked, which are scored."""
-    choice: tuple                       # (question, choice)
-    prefix: tuple                       # clean tokens before the block: whole blocks
-    xt: np.ndarray                      # (l,) masks at the scored places and past the answer
-    at: list                            # the scored places
-    target: list                        # the tokens there
-    weight: float                       # of their -log p in the score
+    """One active block, in which some tokens of an answer are masked. These are scored."""
+    choice: tuple                       # (index of the question, index of the choice)
+    prefix: tuple                       # the clean tokens before the block, in whole blocks
+    xt: np.ndarray                      # (l,) the block, with masks at the scored positions and after the answer
+    at: list                            # the scored positions in the block
+    target: list                        # the true tokens there
+    weight: float                       # the factor of their -log p in the cost
 
 
 def maskings(places, noise):
     """
-    [(places that are masked and scored, weight)] for a range of places in an answer that share a
-    block. noise None (pll): each alone. Else noise (mc, 2, m) uniform, for answers of at most m
-    tokens: sample j masks a place with probability t and weight 1/t, t from the j-th stratum.
+    Which tokens of an answer are masked and scored together: a list of ([their indices in the answer], weight).
+    places: the range of indices in the answer that lie in one block.
+
+    noise None (pll): each token alone, with weight 1. Otherwise (nelbo) noise (mc, 2, m) is uniform on [0, 1), and m is
+    at least the length of the answer. Sample j takes a t for the block from the j-th of mc strata, masks each token
+    with probability t, and has weight 1 / (t mc). A sample that masks nothing adds nothing, and is left out.
     """
     if noise is None:
         return [([place], 1.0) for place in places]
     mc = len(noise)
-    levels = 1e-3 + (1 - 1e-3) * (np.arange(mc) + noise[:, 0, places.start]) / mc
-    drawn = noise[:, 1, places.start:places.stop] < levels[:, None]            # (mc, places)
-    return [([places[i] for i in row.nonzero()[0]], 1 / (t * mc))
-            for row, t in zip(drawn, levels) if row.any()]
+    # The t of each sample. The first token of the block chooses the noise, so that another block has another t.
+    levels = 1e-3 + (1 - 1e-3) * (np.arange(mc) + noise[:, 0, places.start]) / mc       # (mc,)
+    is_masked = noise[:, 1, places.start:places.stop] < levels[:, None]        # (mc, len(places))
+    return [([places[i] for i in mask.nonzero()[0]], 1 / (t * mc))
+            for mask, t in zip(is_masked, levels) if mask.any()]
 
 
 def answer_rows(config, choice, context, answer, noise):
-    """The rows of one answer: block by block, or the whole window of a full-sequence model."""
-    n, whole = len(context), [*context, *answer]
-    l = len(whole) if config.full_sequence else config.block_len
-    for start in range(n // l * l, len(whole), l):
-        prefix, length = tuple(whole[:start]), min(l, len(whole) - start)
+    """Yields the Rows of one answer, block by block. A full-sequence model has one block: context and answer.
+    choice: see Row. noise: see `maskings`."""
+    n, tokens = len(context), [*context, *answer]
+    l = len(tokens) if config.full_sequence else config.block_len
+    for start in range(n // l * l, len(tokens), l):     # from the block in which the context ends
+        prefix, known = tuple(tokens[:start]), min(l, len(tokens) - start)
         block = np.full(l, config.mask_id)
-        block[:length] = whole[start:start + length]
-        for scored, weight in maskings(range(max(start - n, 0), start - n + length), noise):
+        block[:known] = tokens[start:start + known]
+        # Index i of the answer is position n + i of `tokens` and position n + i - start of the block.
+        for scored, weight in maskings(range(max(start - n, 0), start - n + known), noise):
             at, xt = [n + place - start for place in scored], block.copy()
             xt[at] = config.mask_id
             yield Row(choice, prefix, xt, at, block[at].tolist(), weight)
 
 
 def question_rows(config, q, choices, rule, seed, mc):
-    """The rows of question q, the noise of nelbo being the same for all its choices."""
+    """Yields the Rows of all choices of question q. With the rule nelbo all choices share one noise, so that noise
+    contributes less to the difference between them."""
     noise = None
     if rule == "nelbo":
         generator, = noise_generators(seed, [q])
@@ -187,64 +206,68 @@ def question_rows(config, q, choices, rule, seed, mc):
 
 
 def prefilled(model, rows, budget):
-    """Yields (cache, [(row of the cache, Row)]) for all rows: batches of one shape and of about
-    `budget` tokens, behind caches into which every distinct prefix is read once."""
+    """Yields all Rows in batches for `score_rows`: (cache, [(index of the cache row that holds its prefix, Row)]). The
+    Rows of a batch have prefixes of one length and blocks of one length, about `budget` tokens in all. A prefix that
+    several Rows share is read once."""
     shape = lambda row: (len(row.prefix), len(row.xt))
     for (prefix_len, l), group in itertools.groupby(sorted(rows, key=shape), shape):
-        behind, at_a_time = {}, budget // (prefix_len + l)
+        rows_after, at_a_time = {}, budget // (prefix_len + l)                 # rows_after: {prefix: its Rows}
         for row in group:
-            behind.setdefault(row.prefix, []).append(row)
-        for prefixes in batches(list(behind), at_a_time):
+            rows_after.setdefault(row.prefix, []).append(row)
+        for prefixes in batches(list(rows_after), at_a_time):
             cache = model.new_cache(len(prefixes), prefix_len, l)
             model.prefill(torch.tensor(prefixes, device=cache.lengths.device).long(), cache)
-            placed = [(i, row) for i, prefix in enumerate(prefixes) for row in behind[prefix]]
+            placed = [(i, row) for i, prefix in enumerate(prefixes) for row in rows_after[prefix]]
             for batch in batches(placed, at_a_time):
                 yield cache, batch
 
 
 @torch.no_grad()
 def score_rows(model, cache, rows, nll):
-    """
-    Adds the weighted -log p of [(row of the cache, Row)], of one shape, to nll[question, choice]. A
-    model with timestep conditioning is told the block's masked fraction, as in sampling.
-    """
+    """Runs one batch of `prefilled`, and adds the weighted -log p of its scored tokens to nll[question, choice]. The
+    noise level t of a block is its masked fraction, as in sampling; only timestep conditioning uses it."""
     dev, mask_id = cache.lengths.device, model.config.mask_id
-    index = torch.tensor([i for i, _ in rows], device=dev)
-    mine = dataclasses.replace(cache, lengths=cache.lengths[index], layers=[
+    index = torch.tensor([i for i, _ in rows], device=dev)                     # (rows,)
+    gathered = dataclasses.replace(cache, lengths=cache.lengths[index], layers=[        # one row for each Row
         tuple(part[index] for part in state) for state in cache.layers])
     xt = torch.from_numpy(np.stack([row.xt for _, row in rows])).to(dev)       # (rows, l)
-    hidden = model.denoise_hidden(xt, mine, (xt == mask_id).double().mean(1))  # (rows, l, d)
+    hidden = model.denoise_hidden(xt, gathered, (xt == mask_id).double().mean(1))       # (rows, l, d)
+    # One entry for each scored token; i is its row of xt and hidden.
     i, at, target, choice, weight = zip(*(
         (i, *scored, row.choice, row.weight) for i, (_, row) in enumerate(rows)
         for scored in zip(row.at, row.target)))
-    nats, _ = masked_cross_entropy(model, hidden[list(i), list(at)],
+    nats, _ = masked_cross_entropy(model, hidden[list(i), list(at)],           # (scored tokens, d)
                                    torch.tensor(target, device=dev))
+    # `nll[...] +=` would add only one of several tokens of a choice.
     np.add.at(nll, tuple(zip(*choice)), nats.cpu().numpy() * weight)
 
 
 def score_answers(model, questions, parallel, rule, seed, mc, budget, what="answers"):
     """
-    -log p of every choice, or its bound: float64 (questions, most choices) in nats, on all ranks.
-    rule "pll" or "nelbo"; noise is a function of (seed, question). About `budget` tokens at a time.
+    The cost of every choice in nats: -log p(answer given context), by the rule "pll" or "nelbo" of this file's
+    docstring. Returns float64 (n questions, most choices of a question), 0 where a question has fewer choices, on all
+    ranks: a collective. Noise is a function of (seed, question). About `budget` tokens run at a time.
     """
     nll = np.zeros((len(questions), max(map(len, questions))))
+    # Questions of similar length run together, and every rank gets some of each length.
     by_size = sorted(range(len(questions)), key=lambda q: sum(map(len, questions[q][0])))
     mine = by_size[parallel.rank::parallel.world]
     with progress(parallel, what, len(mine), "question") as bar:
-        for some in batches(mine, 256):                 # bounds what is prepared at a time
-            rows = [row for q in some
+        for part in batches(mine, 256):                 # so that the Rows of all questions never exist at once
+            rows = [row for q in part
                     for row in question_rows(model.config, q, questions[q], rule, seed, mc)]
             for cache, batch in prefilled(model, rows, budget):
                 score_rows(model, cache, batch, nll)
-                bar.update(min(len(batch) * len(some) / len(rows), len(mine) - bar.n))
+                bar.update(min(len(batch) * len(part) / len(rows), len(mine) - bar.n))
     return gather(parallel, nll)
 
 
 # -- question sets ----------------------------------------------------------------------------
 
 def credit(cost, exists, gold):
-    """cost (n, c) of the choices that exist, gold (n,) -> (n,): the chance that the gold choice is
-    picked, 1/m where m choices are cheapest alike, up to rounding."""
+    """The probability (n,) that the right choice is picked, if the lowest cost wins and ties are broken at random: 1/m
+    if m choices tie for the lowest cost and the right one is among them, else 0. Costs that differ by rounding tie.
+    cost (n, c); exists (n, c) bool: which choices a question has; gold (n,): the index of the right choice."""
     cost = np.where(exists, cost, np.inf)
     best = cost.min(1, keepdims=True)
     cheapest = cost <= best + 1e-6 * np.abs(best)
@@ -253,15 +276,22 @@ def credit(cost, exists, gold):
 
 def task_figures(questions, nll):
     """
-    A task's figures from nll (n, c), in percent, with standard errors over questions. Baselines:
-    chance; majority, always the same choice; uniform, the acc of a model to which all tokens are
-    equally likely. Its sums prefer the fewest tokens, so acc is to be read against `uniform`; per
-    token it ties everywhere, so acc_per_token is to be read against `chance`.
+    The figures of a task, a dict. questions: the n questions that data.load_questions returns. nll (n, c): their costs,
+    see `score_answers`. Accuracies are in percent, with standard errors over questions:
+
+      acc             of the lowest cost
+      acc_per_token   of the lowest cost per token
+      chance          of a random choice
+      majority        of always choosing the index that is right most often
+      uniform         acc of a model to which all tokens are equally likely
+
+    The uniform model prefers the answer with the fewest tokens, so compare acc with `uniform`. Per token all its costs
+    are equal, so compare acc_per_token with `chance`. `cut` counts questions whose context was shortened.
     """
     gold, tokens = np.array([q["gold"] for q in questions]), np.zeros_like(nll)
     for row, q in zip(tokens, questions):
         row[:len(q["pairs"])] = [len(answer) for _, answer in q["pairs"]]
-    exists = tokens > 0
+    exists = tokens > 0                                 # (n, c); every answer has at least one token
     figures = dict(questions=len(gold), tokens=int(tokens.sum()),
                    cut=sum(q["cut"] > 0 for q in questions),
                    chance=float(100 * (1 / exists.sum(1)).mean()),
@@ -274,7 +304,7 @@ def task_figures(questions, nll):
 
 
 def macro_average(tasks):
-    """The mean over tasks of every figure in percent, with the standard error that theirs make."""
+    """The mean over tasks of every accuracy, with standard errors that treat the tasks as independent."""
     macro = dict(questions=sum(r["questions"] for r in tasks))
     for key in ("acc", "acc_per_token", "uniform", "chance", "majority"):
         macro[key] = float(np.mean([r[key] for r in tasks]))
@@ -284,7 +314,8 @@ def macro_average(tasks):
 
 
 def evaluate_questions(model, tokenizer, parallel):
-    """Every task of the folder `mcqa`, and the macro-average: {task: figures}."""
+    """The figures of every task in the folder `mcqa`, and their mean over tasks as "macro": {task: figures}. A
+    collective."""
     results = {}
     for name, path in task_paths(mcqa, tasks).items():
         started = time.time()
@@ -301,8 +332,11 @@ def evaluate_questions(model, tokenizer, parallel):
 
 def text_figures(tokens):
     """
-    One text, a list of tokens -> dict: entropy of its unigrams in nats; distinct_n, the share of
-    different ones among its n-grams; repetition, the share of tokens among the 16 before them.
+    Statistics of one text, a list of tokens: a dict.
+
+      entropy       of its unigram frequencies, in nats
+      distinct_n    the number of different n-grams over the number of n-grams
+      repetition    the share of tokens that occur among the 16 tokens before them
     """
     frequency = np.unique(tokens, return_counts=True)[1] / len(tokens)
     figures = dict(entropy=float(-(frequency * np.log(frequency)).sum()))
@@ -314,8 +348,8 @@ def text_figures(tokens):
 
 
 def continuations(engine, prompts, parallel):
-    """A continuation by `length` tokens of each prompt (n, m): int64 (n, length), on all ranks. engine: what
-    sample.open_engine returned."""
+    """Continues each of the prompts (n, m) by `length` tokens. Returns int64 (n, length) on all ranks: a collective.
+    engine: what sample.open_engine returned."""
     (n, m), (model, new_decoder) = prompts.shape, engine
     c, made = model.config, np.zeros((n, length))
     block = m + length if c.full_sequence else c.block_len
@@ -332,9 +366,9 @@ def continuations(engine, prompts, parallel):
 
 def evaluate_generation(engine, tokenizer, folder, parallel, judge_model):
     """
-    Continuations of validation text beside that text's own: {"generated", "validation": figures}.
-    With a judge, also both's NELBO under it given the prompt, in nats per token. Standard errors
-    are over texts.
+    Compares generated continuations of validation text with the real ones: {"generated": figures, "validation":
+    figures}, means of `text_figures` over texts, with standard errors. With a judge, `nelbo` is the NELBO of the
+    continuations under the judge given the prompts, in nats per token. A collective.
     """
     windows = TokenData(folder, "val", tokenizer.name).sequences(prompt_len + length, generate)
     prompts, results, started = windows[:, :prompt_len], {}, time.time()
@@ -358,7 +392,8 @@ def evaluate_generation(engine, tokenizer, folder, parallel, judge_model):
 # -- the script -------------------------------------------------------------------------------
 
 def paper_name(model):
-    """The name of the config that the model has the shape of, or just its kind."""
+    """The name of the paper's config of the same kind and number of parameters, such as mamba_h_87m; without one, the
+    kind alone, such as mamba_h."""
     c = model.config
     kind = ("diffumamba_h" if c.full_sequence else "mamba_h") if c.hybrid else \
         ("attention" if c.full_sequence else "bdlm_attention")
@@ -368,7 +403,8 @@ def paper_name(model):
 
 
 def open_checkpoint(path, dev):
-    """(model, tokenizer, what is known of it) of what checkpoint.find_checkpoint takes."""
+    """Loads a checkpoint. path: see checkpoint.find_checkpoint. Returns the model, its tokenizer, and a dict that
+    describes the checkpoint in the result."""
     model, tokenizer, path, record = sample.open_checkpoint(path, dev)
     settings = record.get("settings", {})
     return model, tokenizer, dict(
@@ -378,7 +414,8 @@ def open_checkpoint(path, dev):
 
 
 def open_judge(tokenizer, dev, dtype):
-    """(model, what is known of it) of the setting `judge`; (None, None) without one."""
+    """Loads the checkpoint that the setting `judge` names. Returns the model in evaluation mode, with weights in dtype,
+    and the dict of `open_checkpoint`; (None, None) without a judge. Raises ModelError for another tokenizer."""
     if not judge:
         return None, None
     model, theirs, known = open_checkpoint(judge, dev)
@@ -390,17 +427,19 @@ def open_judge(tokenizer, dev, dtype):
 
 def open_all(path, dev, dtype):
     """
-    (model, judge or None, tokenizer, folders of text, what is known of it all) for a checkpoint.
-    Raises ConfigError, DataError or ModelError if these cannot do all that the settings ask for.
+    Loads a checkpoint and the judge, and checks that the settings can be served. Returns the model, the judge or None,
+    the tokenizer, the folders of text, and the dict of `open_checkpoint` with the judge's as "judge". Raises
+    ConfigError, DataError or ModelError.
     """
     model, tokenizer, known = open_checkpoint(path, dev)
     judge_model, known["judge"] = open_judge(tokenizer, dev, dtype)
     folders, s = data or [known["data"] or "data/stdlib"], seq_len or model.config.seq_len
+    # These calls are here for the errors that they raise.
     for folder in folders if data or not mcqa else []:
         model.config.for_length(s)
         TokenData(folder, "val", tokenizer.name).n_windows(s)
-    for writer in filter(None, (model, judge_model)) if generate else ():
-        sample.plan(writer.config, [range(prompt_len)], length)
+    for one in filter(None, (model, judge_model)) if generate else ():
+        sample.plan(one.config, [range(prompt_len)], length)
         if (n := TokenData(folders[0], "val", tokenizer.name).n_tokens) < prompt_len + length:
             raise ConfigError(f"prompt_len + length is {prompt_len + length} and {folders[0]} has only {n} "
                               f"validation tokens; choose a smaller length")
@@ -408,7 +447,8 @@ def open_all(path, dev, dtype):
 
 
 def evaluate(path, parallel, half):
-    """All that the settings ask for of one checkpoint: a dict."""
+    """Runs everything that the settings ask for on one checkpoint. Returns a dict. half: whether to compute in bf16. A
+    collective."""
     autocast = functools.partial(torch.autocast, parallel.device.type, torch.bfloat16, enabled=half)
     weights = torch.bfloat16 if half else torch.float32
     model, judge_model, tokenizer, folders, result = open_all(path, parallel.device, weights)
@@ -417,9 +457,9 @@ def evaluate(path, parallel, half):
               f"{result['step']}, {tokenizer.name} tokens, sha256 {result['sha256'][:12]}")
     result["text"] = {folder: evaluate_text(model, tokenizer, folder, parallel, autocast)
                       for folder in folders if data or not mcqa}
-    # The cache has the dtype of the weights, so what goes through it runs with weights in bf16, as
-    # sample.py does; perplexity is measured like train.py's, with fp32 weights under autocast.
-    # A fast engine prepares its own weights from those in fp32, so it is opened before the cast.
+    # Perplexity has run like train.py's validation: fp32 weights under autocast. What follows runs like sample.py, with
+    # weights in the dtype of the cache and without autocast. A fast engine prepares its own weights from those in fp32,
+    # so it is opened before the cast.
     engine = sample.open_engine("auto", model, weights) if generate else None
     cast_for_inference(model, weights)
     if mcqa:
@@ -430,7 +470,7 @@ def evaluate(path, parallel, half):
 
 
 def cell(figures, key, digits=2):
-    """A figure, with its standard error where it has one, as text; None if it is not there."""
+    """figures[key] as text, with its standard error if there is one. None if the figure is missing or nan."""
     value, se = figures.get(key, math.nan), figures.get(f"{key}_se", math.nan)
     if isinstance(value, int):
         return f"{value:,}"
@@ -439,8 +479,8 @@ def cell(figures, key, digits=2):
 
 
 def print_table(columns):
-    """Prints [(header, cells)] aligned, the first column to the left; those without a cell are left
-    out. +- is one standard error over sequences, questions or texts."""
+    """Prints columns, [(header, cells)], aligned: the first to the left, the others to the right. A column whose cells
+    are all empty is left out."""
     columns = [[header, *cells] for header, cells in columns if any(cells)]
     columns = [["-" if text is None else str(text) for text in column] for column in columns]
     widths = [max(map(len, column)) for column in columns]
@@ -450,7 +490,8 @@ def print_table(columns):
 
 
 def print_result(result):
-    """One checkpoint's figures as tables."""
+    """Prints the figures of one checkpoint, one table for each part of TABLES. +- is one standard error over sequences,
+    questions or texts."""
     for part, columns in TABLES.items():
         rows = result.get(part, {})
         keys = [column.partition(":")[::2] for column in columns.split()]
@@ -459,13 +500,14 @@ def print_result(result):
 
 
 def print_paper_table(results):
-    """Several checkpoints in the layout of tab:validation-87m-full, the paper's figures beside."""
+    """Prints all checkpoints in one table, in the layout of tab:validation-87m-full, with the paper's figures beside
+    ours."""
     theirs = [paper.RESULTS.get(r["model"], [None] * 8) for r in results]
     columns = [("model", [r["model"] for r in results]), ("LR", [r["lr"] for r in results]),
                ("paper", [p[0] for p in theirs])]
     for folder in dict.fromkeys(folder for r in results for folder in r["text"]):
         name, ours = Path(folder).name, [r["text"].get(folder, {}) for r in results]
-        first = dict(c4=1, paloma=4).get(name)
+        first = dict(c4=1, paloma=4).get(name)          # its first column in paper.RESULTS
         for i, (key, label) in enumerate(dict(ppl="PPL", bpb="BPB", acc="acc").items()):
             columns.append((f"{name} {label}", [cell(r, key) for r in ours]))
             if first:
@@ -484,8 +526,8 @@ def check_settings():
           choices=dict(score=("pll", "nelbo"), dtype=("auto", "float32", "bfloat16")))
     for name in ("checkpoint", "data", "tasks"):
         if not all(isinstance(word, str) and word for word in globals()[name]):
-            raise ConfigError(f"{name} must be names with commas between them, but is {globals()[name]}, "
-                              f"and one that is a number is written as ./5")
+            raise ConfigError(f"{name} must be names with commas between them, but is {globals()[name]}; "
+                              f"a name that is a number is written as ./5")
     if not checkpoint:
         raise ConfigError("there is nothing to evaluate; name a file with --checkpoint=PATH")
     if judge and not generate:
@@ -498,7 +540,7 @@ def check_settings():
 
 
 def as_json(results, dtype, **machine):
-    """Everything as one line of JSON."""
+    """The results, with the protocol and `machine` (what they were measured on), as one line of JSON."""
     protocol = dict(noise="t ~ U(1e-3, 1) per block, weight 1/t, per (seed, sequence, sample)",
                     samples=mc, stratified=stratified, seed=seed, score=score, limit=limit,
                     templates="lm-evaluation-harness 4e7e0d47", batch_size=batch_size, dtype=dtype,
@@ -516,7 +558,7 @@ def main():
         print(f"{parallel.world} x {machine.get('name')} {'bf16' if half else 'fp32'} | torch "
               f"{machine['torch']} | {line} | seed {seed}, {mc} noise samples"
               f"{', stratified' if stratified else ''}", flush=True)
-    for path in checkpoint[1:]:         # a mistake in the last is not to be found hours later
+    for path in checkpoint[1:]:                         # an error in the last one should not appear hours later
         open_all(path, "cpu", torch.float32)
     record = functools.partial(as_json, results, "bfloat16" if half else "float32",
                                ranks=parallel.world, kernels=line, hardware=machine)
@@ -525,7 +567,7 @@ def main():
             results.append(evaluate(path, parallel, half))
             if parallel.rank == 0:
                 print_result(results[-1])
-                write_file(out, record() + "\n")        # each time: a crash keeps what is done
+                write_file(out, record() + "\n")        # after each checkpoint, so that a crash loses only one
     finally:
         if parallel.rank == 0 and results:
             if len(results) > 1:

@@ -5,13 +5,14 @@ The heavy operations of a block-diffusion Mamba-2 / attention hybrid, written pl
   ssd_scan_ref          the same as a literal loop over positions: the definition
   causal_conv           the short convolution before the scan, with carried state
   gated_norm            the norm after it
-  two_stream_attention  clean and noisy streams of the all-block objective, one mask function
-  cached_attention      new blocks against a key/value cache and themselves
-  linear_cross_entropy  head and loss over masked positions, never holding (b, s, v) logits
+  two_stream_attention  attention of the clean and the noisy stream in training; its rule is two_stream_mask
+  cached_attention      attention of new blocks to a key/value cache and to themselves
+  linear_cross_entropy  head and loss of the masked positions, without storing all their logits
   uniform               random numbers that are a function of a seed and counters
   gumbel_argmax         a draw from a softmax
 
-Everything here is a function of tensors: no parameters, no configuration, none of our other files.
+Everything here is a function of tensors. There are no parameters and no configuration, and no other file of this
+repository is imported.
 
     python -m pytest tests/test_ops.py                see it work
     python bench.py ops                               time it beside libraries
@@ -26,15 +27,15 @@ EPS = 1e-5                              # of every norm, as in torch.nn.LayerNor
 
 
 # ----------------------------------------------------------------------------------------------
-# The one table of faster implementations. It is empty on a CPU: there, what runs is what you read. On a GPU
+# The one table of faster implementations. On a CPU it is empty, so the functions of this file run. On a GPU
 # parallel.select_kernels lets fast/ fill it. `rm -rf fast` leaves everything working, slower.
 
 FAST = {}                               # name of an operation -> a faster function of the same signature
 
 
 def replaceable(op):
-    """Makes an operation call FAST[its qualified name] where there is one. `op.plain` is the function as written; a
-    fast function calls it for arguments that it cannot take."""
+    """A decorator: calls of the operation go to FAST[its qualified name] if there is one. `op.plain` is the function as
+    written here. A fast function calls it for arguments that it does not support."""
     name = op.__qualname__
 
     @functools.wraps(op)
@@ -46,7 +47,8 @@ def replaceable(op):
 
 @contextlib.contextmanager
 def plain():
-    """Inside, FAST is empty: the functions as written, all the way down. For tests and comparisons."""
+    """A context in which FAST is empty, so that every operation runs as written here. For tests and comparisons.
+    `op.plain` replaces one operation only: other operations that it calls are still looked up in FAST."""
     kept = dict(FAST)
     FAST.clear()
     try:
@@ -57,7 +59,7 @@ def plain():
 
 
 def at_least_fp32(dtype):
-    """The dtype for states, decays and statistics: fp64 stays, everything smaller becomes fp32."""
+    """The dtype of states, decays and statistics: fp64 for fp64, else fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -66,12 +68,12 @@ def at_least_fp32(dtype):
 
 def ssd_scan_ref(x, dt, A, B, C, D, initial_state=None, block_len=None):
     """
-    The scan as a loop over positions. Slow, obvious, and what every other version is tested against.
+    The scan as a loop over positions: the definition, against which every other version is tested.
 
-    x (b, s, h, p); dt (b, s, h) step sizes > 0; A (h,) < 0; B, C (b, s, n) shared by all heads; D (h,);
-    initial_state (b, h, p, n) or None for zeros; block_len divides s, or None for one block.
-    Returns y (b, s, h, p) in x.dtype and states (b, k + 1, h, p, n): the state before each of the
-    k = s / block_len blocks, then the final one.
+    x (b, s, h, p); dt (b, s, h) step sizes > 0; A (h,) < 0; B, C (b, s, n) shared by all heads; D (h,); initial_state
+    (b, h, p, n) or None for zeros; block_len divides s, or None for one block. Returns y (b, s, h, p) in x.dtype, and
+    states (b, k + 1, h, p, n) in fp32 or better: the state before each of the k = s / block_len blocks, and the one
+    after the last block.
     """
     b, s, h, p = x.shape
     dtype = at_least_fp32(x.dtype)
@@ -81,9 +83,9 @@ def ssd_scan_ref(x, dt, A, B, C, D, initial_state=None, block_len=None):
     states, ys = [state], []
     for i in range(s):
         decay = torch.exp(dt[:, i] * A)                                        # (b, h)
-        update = (dt[:, i, :, None] * xs[:, i])[..., None] * Bs[:, i, None, None, :]
+        update = (dt[:, i, :, None] * xs[:, i])[..., None] * Bs[:, i, None, None, :]            # (b, h, p, n)
         state = decay[..., None, None] * state + update                        # (b, h, p, n)
-        ys.append((state * Cs[:, i, None, None, :]).sum(-1) + D[..., None] * xs[:, i])
+        ys.append((state * Cs[:, i, None, None, :]).sum(-1) + D[..., None] * xs[:, i])          # (b, h, p)
         if (i + 1) % (block_len or s) == 0:
             states.append(state)
     return torch.stack(ys, 1).to(x.dtype), torch.stack(states, 1)
@@ -92,41 +94,44 @@ def ssd_scan_ref(x, dt, A, B, C, D, initial_state=None, block_len=None):
 @replaceable
 def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=128, want_states=True):
     """
-    The same function as `ssd_scan_ref`, as matrix products over chunks of at most chunk_len
-    positions (state-space duality, Dao & Gu 2024). Differentiable in every tensor argument. With
-    want_states=False the states are None, and what the last chunk leaves behind is not computed.
+    The same function as `ssd_scan_ref`, as matrix products over chunks of at most chunk_len positions (state-space
+    duality, Dao & Gu 2024). Differentiable in every tensor argument. With want_states=False the states are None, and
+    the state after the last chunk is not computed.
     """
     b, s, h, p = x.shape
     assert s % (block_len or s or 1) == 0, f"{s} positions are not whole blocks of {block_len}"
+    # l is the length of a chunk here, and c the number of chunks. l divides block_len, so blocks end where chunks end.
     l = largest_divisor(block_len, chunk_len) if block_len else max(1, min(chunk_len, s))
     dtype = at_least_fp32(x.dtype)
     with torch.autocast(x.device.type, enabled=False):
         xs, dt, B, C = (v.to(dtype) for v in (x, dt, B, C))
         A, D = A.to(dtype), D.to(dtype)
-        tail = -s % l                                # a position with dt = 0 leaves the state as it is
+        tail = -s % l                                   # padding: dt = 0 leaves the state as it is
         xd, Bc, Cc, a = (F.pad(v.flatten(2), (0, 0, 0, tail)).unflatten(1, (-1, l))
-                         for v in (xs * dt[..., None], B, C, dt * A))         # (b, c, l, .)
-        xd = xd.unflatten(-1, (h, p)).permute(0, 1, 3, 2, 4)                   # (b, c, h, l, p)
-        a = a.transpose(2, 3)                                                  # (b, c, h, l)
+                         for v in (xs * dt[..., None], B, C, dt * A))          # (b, c, l, h p or n or n or h)
+        xd = xd.unflatten(-1, (h, p)).permute(0, 1, 3, 2, 4)                   # (b, c, h, l, p): dt_i x_i
+        a = a.transpose(2, 3)                                                  # (b, c, h, l): log of the decay at i
 
-        # 1. Inside a chunk: attention-like, with the decay between two positions as the mask.
+        # 1. Inside a chunk: y_i = sum_{j<=i} exp(a_{j+1} + .. + a_i) (C_i . B_j) dt_j x_j. This is causal attention
+        # with a decay in place of the softmax.
         decay = torch.exp(segsum(a))                                           # (b, c, h, l, l)
-        scores = Cc @ Bc.transpose(2, 3)                                       # (b, c, l, l)
+        scores = Cc @ Bc.transpose(2, 3)                                       # (b, c, l, l), the same for all heads
         y = (scores[:, :, None] * decay) @ xd                                  # (b, c, h, l, p)
 
-        # 2. What each chunk alone leaves behind at its end; of the last chunk only the states would hold it.
+        # 2. The state at the end of each chunk, as if the chunk started from zeros. That of the last chunk goes
+        # into the returned states only. m is the number of chunks for which it is computed.
         m = a.size(1) if want_states else a.size(1) - 1
         to_end = decay[:, :m, :, -1, :, None]                                  # (b, m, h, l, 1)
         local = (xd[:, :m] * to_end).transpose(3, 4) @ Bc[:, :m, None]         # (b, m, h, p, n)
 
-        # 3. The state before every chunk, from the chunk totals.
-        states = pass_states(local, a[:, :m].sum(-1), _initial(initial_state, x, B, dtype))
+        # 3. The true state before every chunk, and after the last one if it is wanted.
+        states = pass_states(local, a[:, :m].sum(-1), _initial(initial_state, x, B, dtype))    # (b, m + 1, h, p, n)
 
-        # 4. What that state contributes to the positions of its chunk.
+        # 4. The part of y that comes from the state S before the chunk: exp(a_1 + .. + a_i) S C_i.
         from_start = torch.exp(a.cumsum(-1))[..., None]                        # (b, c, h, l, 1)
-        y = y + from_start * (Cc[:, :, None] @ states[:, :a.size(1)].transpose(3, 4))
-        y = y.permute(0, 1, 3, 2, 4).reshape(b, -1, h, p)[:, :s] + D[..., None] * xs
-        every = block_len // l if block_len else a.size(1)
+        y = y + from_start * (Cc[:, :, None] @ states[:, :a.size(1)].transpose(3, 4))          # (b, c, h, l, p)
+        y = y.permute(0, 1, 3, 2, 4).reshape(b, -1, h, p)[:, :s] + D[..., None] * xs           # (b, s, h, p)
+        every = block_len // l if block_len else a.size(1)                     # chunks in a block
         return y.to(x.dtype), states[:, ::every] if want_states else None
 
 
@@ -136,28 +141,30 @@ def pass_states(local, log_decay, initial):
     local (b, c, h, p, n); log_decay (b, c, h) <= 0; initial (b, h, p, n). Returns (b, c + 1, h, p, n).
     """
     b, c, h, p, n = local.shape
-    sources = torch.cat([initial[:, None], local], 1).permute(0, 2, 1, 3, 4)   # (b, h, c+1, p, n)
-    decay = torch.exp(segsum(F.pad(log_decay.transpose(1, 2), (1, 0))))        # (b, h, c+1, c+1)
-    return (decay @ sources.flatten(3)).unflatten(3, (p, n)).permute(0, 2, 1, 3, 4)
+    # One product in place of a loop: out[i] is the sum over j <= i of sources[j], decayed over chunks j..i-1.
+    sources = torch.cat([initial[:, None], local], 1).permute(0, 2, 1, 3, 4)   # (b, h, c + 1, p, n)
+    decay = torch.exp(segsum(F.pad(log_decay.transpose(1, 2), (1, 0))))        # (b, h, c + 1, c + 1): [i, j]
+    return (decay @ sources.flatten(3)).unflatten(3, (p, n)).permute(0, 2, 1, 3, 4)            # (b, c + 1, h, p, n)
 
 
 def segsum(a):
     """
-    (..., l) -> (..., l, l): entry [i, j] is the sum of a over j+1..i, and -inf above the diagonal.
-    A cumulative sum under a mask: the difference of two cumulative sums would lose precision.
+    (..., l) -> (..., l, l): entry [i, j] is the sum of a over j+1..i, and -inf above the diagonal. Every column is a
+    cumulative sum of its own, because the difference of two cumulative sums would lose precision.
     """
     l = a.size(-1)
-    below = torch.ones(l, l, dtype=torch.bool, device=a.device).tril(-1)
-    sums = a[..., None].expand(*a.shape, l).masked_fill(~below, 0).cumsum(-2)
+    below = torch.ones(l, l, dtype=torch.bool, device=a.device).tril(-1)       # (l, l): i > j
+    sums = a[..., None].expand(*a.shape, l).masked_fill(~below, 0).cumsum(-2)  # column j sums a_{j+1}, a_{j+2}, ...
     return sums.masked_fill(below.T, float("-inf"))
 
 
 def largest_divisor(whole, most):
-    """The largest length <= most that divides `whole`: chunks of it end where blocks end."""
+    """The largest divisor of `whole` that is at most `most`: the longest chunk that fits whole times into a block."""
     return max(i for i in range(1, min(most, whole) + 1) if whole % i == 0)
 
 
 def _initial(state, x, B, dtype):
+    """The initial state (b, h, p, n) of a scan in `dtype`, zeros if state is None."""
     b, _, h, p = x.shape
     return x.new_zeros(b, h, p, B.size(-1), dtype=dtype) if state is None else state.to(dtype)
 
@@ -168,10 +175,11 @@ def _initial(state, x, B, dtype):
 @replaceable
 def causal_conv(u, weight, bias, initial):
     """
-    Depthwise causal convolution then SiLU: position i sees columns i-w+1..i.
+    Depthwise causal convolution, then SiLU. A column is the c channels of one position; position i sees columns
+    i-w+1..i.
 
-    u (b, s, c); weight (c, w); bias (c,); initial (b, w-1, c): the columns before the first.
-    Returns (b, s, c). The state to carry on is the last w-1 columns of [initial; u].
+    u (b, s, c); weight (c, w); bias (c,); initial (b, w-1, c): the columns before the first one of u. Returns
+    (b, s, c). The state to carry on, which is not returned, is the last w-1 columns of [initial; u].
     """
     s = u.size(1)
     columns = torch.cat([initial.to(u.dtype), u], 1)                           # (b, w - 1 + s, c)
@@ -183,19 +191,19 @@ def causal_conv(u, weight, bias, initial):
 
 def conv_boundaries(u, initial, block_len):
     """
-    Convolution states at every block boundary of u (b, s, c), given initial (b, w-1, c).
-    Returns (b, s / block_len + 1, w-1, c): before each block, then after the last.
+    The convolution states of u (b, s, c) at every block boundary, given initial (b, w-1, c): the last w-1 columns
+    before each of the k = s / block_len blocks, and those before the end. Returns (b, k + 1, w-1, c).
     """
-    w1, l = initial.size(1), block_len or max(u.size(1), 1)
+    w1, l = initial.size(1), block_len or max(u.size(1), 1)                    # w1 is w - 1
     if l < w1:                                          # a state spans several blocks
-        return torch.cat([initial.to(u.dtype), u], 1).unfold(1, w1, l).transpose(2, 3)
+        return torch.cat([initial.to(u.dtype), u], 1).unfold(1, w1, l).transpose(2, 3)         # (b, k + 1, w1, c)
     ends = u.unflatten(1, (-1, l))[:, :, l - w1:]                              # (b, k, w1, c)
-    return torch.cat([initial.to(u.dtype)[:, None], ends], 1)
+    return torch.cat([initial.to(u.dtype)[:, None], ends], 1)                  # (b, k + 1, w1, c)
 
 
 @replaceable
 def gated_norm(y, z, weight):
-    """RMS norm of y * SiLU(z), statistics in fp32. y and z (b, s, d), weight (d,). Returns (b, s, d)."""
+    """RMS norm of y * SiLU(z), with statistics in fp32 or better. y and z (b, s, d), weight (d,). Returns (b, s, d)."""
     y = (y * F.silu(z)).to(at_least_fp32(y.dtype))
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + EPS)
     return (y * weight).to(z.dtype)
@@ -206,11 +214,11 @@ def gated_norm(y, z, weight):
 
 def two_stream_mask(q, kv, block_len, n_clean):
     """
-    The visibility rule of the all-block objective.
+    The visibility rule of the all-block objective. A clean token of block i sees clean blocks 0..i. A noisy token of
+    block i sees clean blocks 0..i-1 and its own noisy block.
 
-    q, kv: integer positions (broadcastable) in [n_clean clean tokens; noisy tokens]. A clean token of
-    block i sees clean blocks 0..i; a noisy token of block i sees clean blocks 0..i-1 and its own
-    noisy block. Returns a boolean tensor, true where the query sees the key.
+    q, kv: integer tensors that broadcast, indices into [n_clean clean tokens; noisy tokens]. Returns a boolean tensor,
+    true where query q sees key kv.
     """
     q_noisy, kv_noisy = q >= n_clean, kv >= n_clean
     q_block = torch.where(q_noisy, q - n_clean, q) // block_len
@@ -223,10 +231,10 @@ def two_stream_mask(q, kv, block_len, n_clean):
 @functools.lru_cache(maxsize=1)
 def two_stream_masks(s, block_len, device):
     """
-    The rule above for s tokens in blocks of block_len: boolean masks (n_clean, n_clean) for clean queries and
-    (s, n_clean + s) for noisy queries, whose keys are clean tokens, then noisy ones. (None, None) for a single block:
-    there are no clean tokens, and every noisy token sees every other. A faster `two_stream_attention` may want another
-    form, so the two are replaced together.
+    The masks of `two_stream_attention` for s tokens in blocks of block_len, by the rule above. Returns boolean masks
+    (n_clean, n_clean) of clean queries and clean keys, and (s, n_clean + s) of noisy queries and [clean; noisy] keys;
+    n_clean is s - block_len. Returns (None, None) for a single block: there are no clean tokens, and every noisy token
+    sees every other. A faster `two_stream_attention` may want another form, so the two are replaced together.
     """
     n_clean = s - block_len
     if n_clean == 0:
@@ -239,12 +247,13 @@ def two_stream_masks(s, block_len, device):
 @replaceable
 def two_stream_attention(clean, noisy, masks):
     """
-    Attention of both streams. clean = (q, k, v), each (b, h, s - block_len, e): every clean block but
-    the last, which no block sees; q may be None where the clean output is unused. noisy = (q, k, v),
-    each (b, h, s, e). Returns (clean output or None, noisy output) in the shapes of the queries.
+    Attention of both streams. clean = (q, k, v), each (b, h, s - block_len, e): all clean blocks but the last one,
+    which no block sees. Its q is None if the clean output is unused. noisy = (q, k, v), each (b, h, s, e). masks: of
+    `two_stream_masks`. Returns the outputs of the clean stream, or None, and of the noisy stream, in the shapes of the
+    queries.
     """
     (q_clean, k_clean, v_clean), (q, k, v) = clean, noisy
-    if masks[0] is None:
+    if masks[0] is None:                                # a single block: q_clean is None or empty, as is its output
         return q_clean, F.scaled_dot_product_attention(q, k, v)
     y_clean = None
     if q_clean is not None:
@@ -256,29 +265,30 @@ def two_stream_attention(clean, noisy, masks):
 @replaceable
 def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
     """
-    Attention of new tokens to a cache and to themselves, block-causally.
+    Attention of new tokens to a cache and to themselves, block-causally: a token sees the cache, the new blocks before
+    its own, and all of its own block.
 
-    q, k, v (b, h, m, e): m new tokens in whole blocks of block_len; a token sees the cache, the new
-    blocks before its own, and its own block both ways. With a single block, q may hold some of its queries
-    alone, since all see the same keys. k_cache, v_cache (b, h, max_len, e): row i sees the first lengths[i]
-    positions; the rest may be uninitialised. lengths (b,) int64. Returns the shape of q.
+    q, k, v (b, h, m, e): m new tokens in whole blocks of block_len. If they are a single block, q may have only some of
+    its queries, since all of them see the same keys. k_cache, v_cache (b, h, max_len, e); lengths (b,) int64: row i
+    sees the first lengths[i] positions of the cache; the rest may be uninitialised. Returns the shape of q.
     """
     m = k.size(2)
-    if k_cache.size(2) == 0 and m == block_len:          # a full-sequence model: nothing to wait for the device for
+    if k_cache.size(2) == 0 and m == block_len:         # a full-sequence model; int(lengths) would wait for the GPU
         return F.scaled_dot_product_attention(q, k, v)
     shortest, longest = int(lengths.min()), int(lengths.max())
     keys = torch.cat([k_cache[:, :, :longest], k], 2)                          # (b, h, longest + m, e)
     values = torch.cat([v_cache[:, :, :longest], v], 2)
-    if m == block_len and shortest == longest:           # every query sees every key
+    if m == block_len and shortest == longest:          # every query sees every key
         return F.scaled_dot_product_attention(q, keys, values)
-    block = torch.arange(m, device=q.device) // block_len
-    seeing = block if m > block_len else block[:1]       # one row of the mask serves a single block
-    mask = seeing[:, None] >= F.pad(block, (longest, 0), value=-1)             # (m or 1, longest + m)
-    if shortest < longest:                               # rows hold different numbers of tokens
+    k_block = torch.arange(m, device=q.device) // block_len                    # (m,) the block of each new key
+    q_block = k_block if m > block_len else k_block[:1]                        # (m,); (1,) serves all of a single block
+    # A cached key counts as block -1, which every query sees.
+    mask = q_block[:, None] >= F.pad(k_block, (longest, 0), value=-1)          # (m or 1, longest + m)
+    if shortest < longest:                              # rows hold different numbers of tokens
         held = torch.arange(longest, device=q.device) < lengths[:, None]       # (b, longest)
         held = F.pad(held, (0, m), value=True)[:, None, None]                  # (b, 1, 1, longest + m)
         mask = mask & held
-        # What a cache holds past its length may be NaN, and a weight of 0 does not remove a NaN.
+        # Past its length a cache may hold NaNs, and an attention weight of 0 times NaN is NaN.
         keys, values = (x.masked_fill(~held.transpose(2, 3), 0) for x in (keys, values))
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
 
@@ -288,7 +298,7 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
 
 def linear_cross_entropy_ref(hidden, head, target, weight):
     """
-    Sum of weight * cross-entropy of the substitution parameterisation: the last row of the head is
+    The sum of weight * cross-entropy, a scalar, under the substitution parameterisation: the last row of the head is
     the mask token's, whose logit is minus infinity. hidden (m, d); head (v, d); target, weight (m,).
     """
     logits = (hidden @ head[:-1].T).to(at_least_fp32(hidden.dtype))            # (m, v - 1)
@@ -296,32 +306,33 @@ def linear_cross_entropy_ref(hidden, head, target, weight):
 
 
 def linear_cross_entropy(hidden, head, target, weight, chunk_elements=2 ** 28):
-    """`linear_cross_entropy_ref`, tiled: at most chunk_elements logits exist at a time."""
+    """The same function as `linear_cross_entropy_ref`, in tiles: at most chunk_elements logits exist at a time."""
     return _LinearCrossEntropy.apply(hidden, head, target, weight, chunk_elements)
 
 
 @replaceable
 def cross_entropy_tile(logits, target, weight, n_classes):
-    """Cross-entropy (m,) over the first n_classes logits (m, v), and the gradient of weight * cross-entropy
-    in all of them (m, v); the statistics are fp32 or better, the gradient is in the logits' dtype."""
-    column = torch.arange(logits.size(1), device=logits.device)
+    """Returns the cross-entropy (m,) of logits (m, v), whose columns from n_classes on do not count, and the gradient
+    of weight * cross-entropy with respect to the logits (m, v), which is 0 in those columns. target, weight (m,). The
+    statistics are fp32 or better; the gradient has the dtype of the logits."""
+    column = torch.arange(logits.size(1), device=logits.device)                # (v,)
     x = logits.to(at_least_fp32(logits.dtype)).masked_fill(column >= n_classes, float("-inf"))
-    lse = x.logsumexp(-1)
-    ce = lse - x.gather(1, target[:, None])[:, 0]
-    hit = (column == target[:, None]).to(x.dtype)
-    return ce, ((torch.exp(x - lse[:, None]) - hit) * weight[:, None]).to(logits.dtype)
+    lse = x.logsumexp(-1)                                                      # (m,)
+    ce = lse - x.gather(1, target[:, None])[:, 0]                              # (m,)
+    one_hot = (column == target[:, None]).to(x.dtype)                          # (m, v)
+    return ce, ((torch.exp(x - lse[:, None]) - one_hot) * weight[:, None]).to(logits.dtype)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Forward makes loss and gradients tile by tile, in three products; backward only scales them. Logits are never
-    kept."""
+    """The forward computes the loss and, because the loss is a scalar, already its gradients: three products for each
+    tile, whose logits are then dropped. The backward only scales the gradients."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda")
     def forward(ctx, hidden, head, target, weight, chunk_elements):
         v, ctx.head_dtype, dtype = len(head), head.dtype, at_least_fp32(hidden.dtype)
-        # An odd number of columns would send all three products to slow, unaligned kernels.
-        head = F.pad(head.to(hidden.dtype), (0, 0, 0, -v % 64)) if hidden.is_cuda else head
+        # Rows of zeros: with an odd v the GPU would run slow, unaligned kernels for all three products.
+        head = F.pad(head.to(hidden.dtype), (0, 0, 0, -v % 64)) if hidden.is_cuda else head     # (v + padding, d)
         loss = hidden.new_zeros((), dtype=dtype)
         wanted = any(ctx.needs_input_grad[:2])
         d_hidden = torch.zeros_like(hidden) if wanted else None
@@ -345,32 +356,33 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 # ----------------------------------------------------------------------------------------------
-# Draws. A random number is a pure function of (seed, stream, index, step, begin). No generator has a state, so a
-# draw does not depend on the batch, the engine or the device.
+# Draws. A random number is a pure function of (seed, stream, index, step, begin). No generator with a state is used, so
+# a draw does not depend on the batch, the engine or the device.
 
 def philox(seed, *counters):
-    """Philox4x32-10 (Salmon et al. 2011): a seed and four counters, int64 tensors that broadcast -> four random 32-bit
-    words, in int64. Of each counter only the low 32 bits are used."""
-    low = 0xFFFFFFFF
+    """Philox4x32-10 (Salmon et al. 2011): a seed and four counters, int64 tensors that broadcast -> four tensors of
+    random 32-bit words, in int64. Only the low 32 bits of each counter are used."""
+    low = 0xFFFFFFFF                                    # a mask of the low 32 bits
     a, b, c, d = (n & low for n in counters)
     k0, k1 = seed & low, (seed >> 32) & low
     for _ in range(10):
-        x, y = a * 0xD2511F53, c * 0xCD9E8D57           # int64 wraps as uint64 would; >> copies the sign
+        x, y = a * 0xD2511F53, c * 0xCD9E8D57           # wraps as uint64 does; `& low` removes the sign bits of >>
         a, b, c, d = ((y >> 32) & low) ^ (b ^ k0), y & low, ((x >> 32) & low) ^ (d ^ k1), x & low
         k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
     return a, b, c, d
 
 
 def _uniforms(seed, *counters):
-    """Two variates on (0, 1) of each, fp64 with 52 random bits: never 0 or 1."""
+    """Two uniform variates on (0, 1), never 0 or 1, for each seed and set of counters: fp64 with 52 random bits."""
     a, b, c, d = philox(seed, *counters)
     return tuple(((high << 20 | low >> 12).double() + 0.5) * 2.0 ** -52 for high, low in ((a, b), (c, d)))
 
 
 @replaceable
 def uniform(n, stream, seed, step, begin):
-    """n variates on (0, 1) for each row, (b, n) fp64. stream: a negative id; token draws use ids >= 0. seed (b,)
-    of the rows; step (b,) within the block; begin (b,), the position of the block; all int64."""
+    """Returns n uniform variates on (0, 1) for each row, (b, n) fp64. stream: a negative number for each purpose; token
+    draws use streams >= 0. seed, step, begin (b,), all int64: the seed of a row, the number of the step within its
+    block, and the position at which the block begins."""
     which = torch.arange(n, device=seed.device)
     return _uniforms(seed[:, None], torch.full_like(which, stream), which, step[:, None], begin[:, None])[0]
 
@@ -378,16 +390,17 @@ def uniform(n, stream, seed, step, begin):
 @replaceable
 def gumbel_argmax(logits, at, seed, step, begin):
     """
-    Draws from softmax(logits): minus the log of an exponential variate is a Gumbel one, and the largest
-    of logits plus Gumbel noise is such a draw. logits (b, m, v) of the positions at (b, m) of a block; seed,
-    step and begin as for `uniform`. Uniform variates of 24 bits would cut off the tail of large noise and
-    make samples too sharp (arXiv 2409.02908): these have 52. Returns (b, m) int64.
+    Draws tokens (b, m) int64 from softmax(logits) by the Gumbel-max trick: the argmax of logits plus Gumbel noise is
+    such a draw, and minus the log of an exponential variate is Gumbel noise. logits (b, m, v) belong to the positions
+    at (b, m) of a block; seed, step and begin as for `uniform`. The uniform variates have 52 bits. With 24 the tail of
+    large noise would be cut off, and samples would be too sharp (arXiv 2409.02908).
     """
     v, drawn = logits.size(-1), []
-    seed, step, begin = (x[:, None, None] for x in (seed, step, begin))
+    seed, step, begin = (x[:, None, None] for x in (seed, step, begin))        # (b, 1, 1) each
+    # The stream is a number of a pair of tokens, since _uniforms returns two variates: i and i + half the vocabulary.
     # few: positions at a time, so that their noise fits into a CPU's cache
     pairs, few = torch.arange(-(-v // 2), device=logits.device), max(1, 2 ** 17 // v)
     for x, position in zip(logits.split(few, 1), at[..., None].split(few, 1)):
-        u = torch.cat(_uniforms(seed, pairs, position, step, begin), -1)[..., :v]
-        drawn.append((x.double() - (-torch.log1p(-u)).log()).argmax(-1))
+        u = torch.cat(_uniforms(seed, pairs, position, step, begin), -1)[..., :v]              # (b, few, v)
+        drawn.append((x.double() - (-torch.log1p(-u)).log()).argmax(-1))       # -log1p(-u) is exponential
     return torch.cat(drawn, 1)

@@ -134,7 +134,7 @@ def hardware(dev):
     cpu = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     record = dict(name=cpu, torch=torch.__version__, python=platform.python_version(), device=dev)
     git = ["git", f"--git-dir={ROOT / '.git'}", f"--work-tree={ROOT}", "describe", "--always", "--dirty"]
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):          # no git, or no repository
         record["revision"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     if dev.type == "cuda":
         gpu = torch.cuda.get_device_properties(dev)
@@ -254,7 +254,7 @@ class ShardedAdamW:
         by the size of the global batch. Returns the norm of all gradients, a tensor."""
         square = 0
         for f in self.flats:
-            if self.world == 1:
+            if self.world == 1:                         # the shard is the whole buffer
                 f["shard"].grad = f["grad"]
             else:
                 f["shard"].grad = torch.empty_like(f["shard"])

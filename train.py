@@ -135,8 +135,8 @@ def load_weights(model, weights):
         here, there = ("missing" if name not in table else "x".join(map(str, table[name].shape))
                        for table in (mine, weights))
         if here != there:
-            raise ModelError(f"init_from: {name} is {there} there and {here} here; use the attn_every, n_layer, d_model "
-                             f"and other shapes of that run")
+            raise ModelError(f"init_from: {name} is {there} there and {here} here; use the attn_every, n_layer, "
+                             f"d_model and other shapes of that run")
     model.load_state_dict(weights)
 
 

@@ -1,12 +1,12 @@
 """
 Triton kernels of the state-space scan (eq. mamba-scan-background), forward and backward.
 
-  ssd_rows         the scan over many short rows, with its backward: what noisy blocks need
+  ssd_rows         the scan over many short rows, with its backward; noisy blocks are such rows
   ssd_scan_both    both directions over one block, for generation (plain twin in fast/plain.py)
-  ssd_scan_pairs   a block to be committed and the active block after it (plain twin there too)
+  ssd_scan_pairs   a finished block and the active block after it, for generation (plain twin in fast/plain.py)
 
-The scan of a long sequence consists of such rows; fast/states.py carries the states over them and replaces
-ops.ssd_scan. fast/mixer.py uses the same kernels inside a whole Mamba mixer.
+A row is scanned on its own. A long sequence is cut into rows: fast/states.py carries the states from row to row and
+replaces ops.ssd_scan. fast/mixer.py uses the same kernels inside a whole Mamba mixer.
 
 Without a GPU, Triton's interpreter tests them:    python -m pytest tests/kernels/test_kernels.py -k scan
 Time them on one:                                  python bench.py ops --only=['scan']
@@ -30,9 +30,9 @@ def fits(p, n):
 
 def scan_row(s, block_len):
     """
-    The length of a row for s tokens in blocks of block_len (None: one block of all tokens). It is the largest
-    divisor of the block that is at most plain.SCAN_ROW, so that every block boundary is a row boundary; where that is
-    below 16, the row is the whole block.
+    The length of a row for s tokens in blocks of block_len (None: one block of all tokens). It is the largest divisor
+    of the block length that is at most plain.SCAN_ROW, so every block boundary is a row boundary. If that is below 16,
+    a row is a whole block.
     """
     whole = block_len or s
     assert s % whole == 0, f"{s} positions are not whole blocks of {block_len}"
@@ -41,23 +41,36 @@ def scan_row(s, block_len):
 
 
 # ----------------------------------------------------------------------------------------------
-# The scan. Every row r is a scan of its own over l tokens, with h heads of size p, a state of n:
+# The scan. There are r rows of l tokens, with h heads of size p and states of size n. Every row is a scan of its own:
 #
 #     s_i = exp(dt_i A) s_{i-1} + dt_i x_i (outer) B_i          y_i = s_i C_i + D x_i
 #
-# It walks chunks of q tokens. Inside a chunk it is a masked attention matrix, between chunks a
-# state is handed on; with a = cumsum(dt A) and L_ij = e^{a_i - a_j}:
+# A kernel takes chunks of q tokens. Inside a chunk the scan is attention with a causal matrix of decays; from chunk to
+# chunk it hands on a state. S is the state before a chunk, S' the state after it, and a_i = sum_{j<=i} dt_j A and
+# L_ij = e^{a_i - a_j} count from the start of the chunk:
 #
 #     y_i = sum_{j<=i} L_ij (C_i.B_j) dt_j x_j + e^{a_i} C_i S + D x_i
 #     S' = e^{a_q} S + sum_j e^{a_q - a_j} dt_j B_j (outer) x_j
 #
-# Exponents are differences that are never positive (but for log dt), so nothing overflows. Sums
-# are fp32; products take their operands in the dtype of x. Kernels keep a state transposed, (n, p):
-# C S and B^T x need no transpose.
+# Exponents are differences that are never positive (but for log dt), so nothing overflows. Sums are fp32; products take
+# their operands in the dtype of x. Kernels keep a state transposed, (n, p), so that C S and B^T x need no transpose.
+#
+# Names in the kernels:
+#
+#     sxr, sxl, sxh    strides of x between rows, positions and heads: s, the tensor, the axis. Tensors are x, d (dt, or
+#                      its gradient), B, C, z, y (in the backward dy), s (states), dx, dB and dC. Axes are r, l, h,
+#                      w (ways) and b (sequences). A last axis without a stride is contiguous, and so is a tensor
+#                      without strides.
+#     rows             rows per sequence, which tells where the initial state of a row lies: see `state_view`
+#     ways, way        scan directions: tiles_kernel can run the forward and the reverse scan of a block at once
+#     power            the mean square over p of the gated y, from which the RMS norm after the scan is computed
+#     xq, bq, dtq      a chunk of x (q, p), of B (q, n), of dt (q,); xk, bk, dtk: the same in a loop over chunks k
+#     kn, kp           0..n-1 and 0..p-1
+#     chunk            a chunk's number among the all_chunks chunks of all rows; c is its number in its row
+#     a, total         a_i and a_q, but in units of log 2: the decay is exp2(a)
 
-# Launch settings per kernel: q tokens a chunk, warps, pipeline stages. One warpgroup (4 warps)
-# multiplies 64 rows on Hopper, so q = 64 wastes nothing; a larger q does more work inside chunks
-# and needs more registers than there are.
+# Launch settings of each kernel: q, warps, pipeline stages. One warpgroup (4 warps) multiplies 64 rows on Hopper, so
+# q = 64 wastes nothing. A larger q does more work inside chunks and needs more registers than there are.
 TUNE = {
     "forward": dict(q=64, num_warps=4, num_stages=2),
     "tiles": dict(q=64, num_warps=4, num_stages=1),
@@ -65,50 +78,55 @@ TUNE = {
     "after": dict(q=64, num_warps=8, num_stages=3),
     "before": dict(q=64, num_warps=4, num_stages=3),
 }
-FEW, SHORT = 288, 1024  # tiles_kernel runs up to this rows x heads, and this row length
+FEW, SHORT = 288, 1024  # rows_forward runs tiles_kernel for at most FEW (row, head) pairs and rows of at most SHORT
 
 
 def settings(kernel, x):
+    """The launch settings of a kernel for x (r, l, h, p), or (r, l, ways, h, p) for "tiles": TUNE, with exceptions for
+    shapes, dtypes and GPUs."""
     how = TUNE[kernel]
-    if kernel == "forward" and x.shape[1] > 256:  # few long rows: 602 against 678 us on an H200
+    if kernel == "forward" and x.shape[1] > 256:  # few long rows: 602 instead of 678 us on an H200
         how = how | dict(num_stages=1)
     # Measured on an H200 with Triton 3.6: y is wrong with q = 64 at head dimensions 16 and 32.
     if kernel == "forward" and x.shape[3] != 64:
         how = how | dict(q=32)
     if not x.is_cuda:
         return how
-    if x.dtype == torch.float32:  # exact fp32 products hold their operands in registers
+    if x.dtype == torch.float32:  # exact fp32 products keep their operands in registers
         return dict(q=16, num_warps=8, num_stages=1, maxnreg=255)
-    if torch.cuda.get_device_capability(x.device)[0] < 9:  # without maxnreg ptxas spills everything
+    if torch.cuda.get_device_capability(x.device)[0] < 9:  # without maxnreg, ptxas spills all registers to memory
         return how | dict(q=32, num_stages=1 if kernel == "after" else 2, maxnreg=255)
     return how
 
 
 @triton.jit
 def place(c, l, q: tl.constexpr):
-    """Chunk c -> its first position in the row (64-bit, as offsets are), the steps from there, and
-    which of them exist. Steps past the row's end load zeros: with dt = 0 and x = 0 any state stays
-    as it is."""
+    """Where chunk c of a row of l tokens lies. -> its first position (64-bit, since offsets are), the steps 0..q-1 from
+    there, and which of them are inside the row. Steps past the end load zeros: dt = 0 and x = 0 leave the state as it
+    is."""
     first, steps = tl.cast(c * q, tl.int64), tl.arange(0, q)
     return first, steps, c * q + steps < l
 
 
 @triton.jit
 def load2(ptr, first, step, ok, stride, cols):
-    """Rows of a matrix whose last dimension is contiguous. -> (q, cols)"""
+    """Loads columns `cols` of positions first + step of a matrix whose last axis is contiguous, and zeros where not ok.
+    stride: between positions. -> (q, number of cols)"""
     at = step[:, None] * stride + cols[None, :]
     return tl.load(ptr + first * stride + at, mask=ok[:, None], other=0.0)
 
 
 @triton.jit
 def store2(ptr, step, ok, stride, cols, values):
+    """Stores what `load2` would load; ptr is already at the first position."""
     at = step[:, None] * stride + cols[None, :]
     tl.store(ptr + at, values.to(ptr.dtype.element_ty), mask=ok[:, None])
 
 
 @triton.jit
 def softplus(u):
-    """log(1 + e^u), exact far below zero too: what 1 + z loses of z, the quotient gives back."""
+    """log(1 + e^u) = max(u, 0) + log(1 + z) with z = e^-|u|, precise also where z is tiny. Rounding turns 1 + z into
+    `one`, which adds only one - 1 of z; the factor z / (one - 1) corrects the logarithm for that."""
     z = tl.exp2(-tl.abs(u) * LOG2E)
     one = 1 + z
     return tl.maximum(u, 0.0) + tl.where(one == 1, z, tl.log(one) * (z / (one - 1)))
@@ -116,8 +134,8 @@ def softplus(u):
 
 @triton.jit
 def load_dt(dt, first, step, ok, stride, a_head, bias):
-    """-> dt_i, a_i = sum_{j<=i} dt_j A and its total over the chunk, in units of log 2. With a
-    bias that is not None dt_i is softplus(what is stored + bias)."""
+    """Loads the step sizes of a chunk and one head. -> dt_i (q,), then a_i (q,) and its total a_q, in units of log 2.
+    If bias is not None, dt_i is softplus(stored value + bias)."""
     dtq = tl.load(dt + first * stride + step * stride, mask=ok, other=0.0).to(tl.float32)
     if bias is not None:
         dtq = tl.where(ok, softplus(dtq + bias), 0.0)
@@ -127,7 +145,7 @@ def load_dt(dt, first, step, ok, stride, a_head, bias):
 
 @triton.jit
 def load_step_sizes(steps, chunk, all_chunks, head, h, q: tl.constexpr):
-    """dt_i, a_i and its total, of one of all_chunks, as `StepSizes` has laid them out."""
+    """The same as `load_dt`, read from the buffer (2, all_chunks, h, q) of `StepSizes.of`."""
     at = (chunk * h + head) * q
     a = steps + tl.cast(all_chunks, tl.int64) * h * q + at
     i = tl.arange(0, q)
@@ -136,7 +154,7 @@ def load_step_sizes(steps, chunk, all_chunks, head, h, q: tl.constexpr):
 
 @triton.jit
 def steps_kernel(dt, A, bias, steps, l, h, sdr, sdl, sdh, q: tl.constexpr, H: tl.constexpr):
-    """One chunk of all heads; see `StepSizes`."""
+    """Fills the buffer of `StepSizes.of`. One program: one chunk of all h heads, padded to H, a power of two."""
     chunk, all_chunks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     row, c = chunk // tl.cdiv(l, q), chunk % tl.cdiv(l, q)
     head = tl.arange(0, H)
@@ -153,7 +171,8 @@ def steps_kernel(dt, A, bias, steps, l, h, sdr, sdl, sdh, q: tl.constexpr, H: tl
 
 @triton.jit
 def first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n: tl.constexpr, stored=True):
-    """The (p, n) state a row starts from, see `state_view`, or zeros. -> (kn, kp)"""
+    """The state from which a row starts, transposed to (n, p). Zeros if s0 is None or `stored` is false. rows and the
+    strides: see `state_view`."""
     if s0 is not None:
         at = s0 + row // rows * ssb + row % rows * ssr + head * ssh + kp[None, :] * n + kn[:, None]
         return tl.load(at, mask=stored, other=0.0)
@@ -165,8 +184,9 @@ def first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n: tl.constexpr, sto
 def forward_kernel(x, steps, B, C, D, s0, y, final, l, h,
                    sxr, sxl, sxh, sBr, sBl, sCr, sCl, rows, ssb, ssr, ssh,
                    n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
-    """One (row, head): walk the chunks, the state in registers. Programs that share B and C are
-    neighbours, and find them in L2."""
+    """y, and the last states into `final` (r, h, p, n) unless that is None. One program: one (row, head). It walks the
+    chunks with the state in registers. Neighbouring programs are heads of one row, so they find their shared B and C in
+    the L2 cache."""
     row, head = (tl.program_id(0) // h).to(tl.int64), tl.program_id(0) % h
     chunks, kn, kp = tl.cdiv(l, q), tl.arange(0, n), tl.arange(0, p)
     x, B, C = x + row * sxr + head * sxh, B + row * sBr, C + row * sCr
@@ -178,8 +198,8 @@ def forward_kernel(x, steps, B, C, D, s0, y, final, l, h,
         bq, cq = load2(B, first, step, ok, sBl, kn), load2(C, first, step, ok, sCl, kn)
         dtq, a, total = load_step_sizes(steps, row * chunks + c, all_chunks, head, h, q)
         i = c * q + tl.arange(0, q)
-        # L_ij dt_j, with dt as an exponent (so that dt need not be loaded anew in the layout of
-        # its columns); the skip D is the diagonal of the same matrix.
+        # L_ij dt_j. As a factor, dt_j would have to be loaded again, in the register layout of columns; as log dt_j it
+        # goes into the exponent. D x_i is part of the same product with x: D is added to the diagonal of the scores.
         log_L = tl.where(i[:, None] >= i[None, :], a[:, None] - a[None, :], float("-inf"))
         Ldt = tl.exp2(log_L + tl.log2(dtq)[None, :])
         skip = tl.where(i[:, None] == i[None, :], d_head, 0.0)
@@ -187,7 +207,7 @@ def forward_kernel(x, steps, B, C, D, s0, y, final, l, h,
         yq = dot(cq, s.to(cq.dtype)) * tl.exp2(a)[:, None]
         yq = dot(scores.to(xq.dtype), xq, yq)
         store2(y + ((row * l + first) * h + head) * p, step, ok, h * p, kp, yq)
-        x_end = (xq * (dtq * tl.exp2(total - a))[:, None]).to(xq.dtype)  # what is left at the end
+        x_end = (xq * (dtq * tl.exp2(total - a))[:, None]).to(xq.dtype)  # dt_j x_j, decayed to the end of the chunk
         s = dot(tl.trans(bq), x_end, s * tl.exp2(total))
     if final is not None:
         tl.store(final + (row * h + head) * p * n + kp[None, :] * n + kn[:, None], s)
@@ -198,16 +218,20 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
                  sxr, sxl, sxw, sxh, sdr, sdl, sdw, sdh, sBr, sBl, sBw, sCr, sCl, sCw,
                  rows, ssb, ssr, ssh, szr, szl, szw, szh,
                  n: tl.constexpr, p: tl.constexpr, q: tl.constexpr, ways: tl.constexpr, rest: tl.constexpr):
-    """The same y where there are few rows: a program for each tile of q tokens too, none of which
-    waits for another. It is attention over the row up to the tile, with L_ij dt_j for a softmax:
+    """
+    The same y as forward_kernel, and more, for few rows. One program: one tile of q tokens of one (row, way, head). It
+    waits for no other program, because it attends to all tokens of the row up to its tile, with L_ij dt_j in place of a
+    softmax. a_i and L_ij count from the start of the row here:
         y_i = sum_{j<=i} L_ij (C_i.B_j) dt_j x_j + e^{a_i} C_i s0 + D x_i
-    Of two ways, the second runs from the row's last token to the first, from zeros: its pointers
-    start at the end and its steps are negative; or it is at `rest` and its y is zeros. `final`, if
-    wanted, has a program of its own. With z y is gated, y silu(z), and `power` (r, l, ways, h) gets its
-    mean square."""
+
+    Way 0 is the forward scan, from s0. Way 1, if there are two ways, is the reverse scan: from zeros, from the last
+    token of the row to the first. Its pointers start at the last token, and its strides between positions are negative.
+    With `rest` way 1 is not computed, and its y and power are zeros. With z, y becomes y silu(z), and `power`
+    (r, l, ways, h) gets the mean square of that. If `final` is wanted, a program beyond the last tile computes it.
+    """
     head, way = tl.program_id(0) % h, tl.program_id(0) // h % ways
     row = (tl.program_id(0) // (h * ways)).to(tl.int64)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # those with most to do start first
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late tiles have most to do, so they start first
     kn, kp = tl.arange(0, n), tl.arange(0, p)
     end, sign = tl.cast(way, tl.int64) * (l - 1), 1 - 2 * way
     x += row * sxr + way * sxw + end * sxl + head * sxh
@@ -216,7 +240,7 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
     C += row * sCr + way * sCw + end * sCl
     sxl, sdl, sBl, sCl = sxl * sign, sdl * sign, sBl * sign, sCl * sign
     first, step, ok = place(tile, l, q)
-    out = ((row * l + end + sign * first) * ways + way) * h + head
+    out = ((row * l + end + sign * first) * ways + way) * h + head  # index of (row, first position, way, head)
     if rest:
         if way == 1:
             store2(y + out * p, step, ok, sign * ways * h * p, kp, tl.zeros((q, p), tl.float32))
@@ -228,8 +252,9 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
         cq = load2(C, first, step, ok, sCl, kn)
         if z is not None:
             zq = load2(z + row * szr + way * szw + end * szl + head * szh, first, step, ok, szl * sign, kp)
-        # Decays count from the start of the tile, and its keys come first: between tokens that are
-        # near, an exponent is then a difference of small numbers.
+        # The loop goes back from the tile itself, k = 0, to the start of the row. The exponent of L_ij is
+        # a_i (from the start of the tile) + before (from the start of tile - k to the start of the tile)
+        # - ak_j (from the start of tile - k). So for tokens close to each other it is a difference of small numbers.
         _, a, _ = load_dt(dt, first, step, ok, sdl, a_head, bias_head)
         i, before, yq = tl.arange(0, q), 0.0, tl.zeros((q, p), tl.float32)
         for k in range(tile + 1):
@@ -249,7 +274,7 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
             yq *= zq.to(tl.float32) * tl.sigmoid(zq.to(tl.float32))
             tl.store(power + out + step * (sign * ways * h), tl.sum(yq * yq, 1) / p, mask=ok)
         store2(y + out * p, step, ok, sign * ways * h * p, kp, yq)
-    elif final is not None:
+    elif final is not None:  # the program beyond the last tile walks the row as forward_kernel does, without y
         s = first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n, way == 0)
         for k in range(tl.cdiv(l, q)):
             first_k, step_k, ok_k = place(k, l, q)
@@ -266,10 +291,16 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
 def walk_kernel(x, steps, B, s0, states, final, l, h,
                 sxr, sxl, sxh, sBr, sBl, rows, ssb, ssr, ssh,
                 n: tl.constexpr, p: tl.constexpr, q: tl.constexpr, ADJOINT: tl.constexpr):
-    """The state alone, one (row, head) a program. `states` (r, chunks, h, n, p) gets it before each
-    chunk, `final` (r, h, p, n) at the end. ADJOINT runs the transposed recurrence over (dy, C) from
-    the last chunk to the first, G being the gradient of the state a chunk ends in:
-        G' = e^{a_q} G + sum_i e^{a_i} C_i (outer) dy_i"""
+    """
+    The states without y. One program: one (row, head). `states` (r, chunks, h, n, p) gets the state before each chunk,
+    `final` (r, h, p, n) the state at the end; each may be None.
+
+    ADJOINT computes gradients of states instead, by the transposed recurrence from the last chunk to the first. x is
+    dy, B is C, and s0 is the gradient of the state at the end. With G the gradient of the state after a chunk, and G'
+    that of the state before it,
+        G' = e^{a_q} G + sum_i e^{a_i} C_i (outer) dy_i
+    `states` gets G of each chunk, `final` the gradient of the initial state.
+    """
     row, head = (tl.program_id(0) // h).to(tl.int64), tl.program_id(0) % h
     kn, kp = tl.arange(0, n), tl.arange(0, p)
     x, B, chunks = x + row * sxr + head * sxh, B + row * sBr, tl.cdiv(l, q)
@@ -289,24 +320,30 @@ def walk_kernel(x, steps, B, s0, states, final, l, h,
         tl.store(final + (row * h + head) * p * n + kp[None, :] * n + kn[:, None], s)
 
 
-# The backward, given for each chunk the state S before it and the gradient G of the state after it,
-# with V_ij = L_ij (C_i.B_j) (dy_i.x_j):
+# The backward. For each chunk walk_kernel gives the state S before it and the gradient G of the state after it. With
+# V_ij = L_ij (C_i.B_j) (dy_i.x_j):
 #
 #     u_j  = sum_i L_ij (C_i.B_j) dy_i + e^{a_q - a_j} G B_j          the gradient of dt_j x_j
+#     dx_j = dt_j u_j + D dy_j
 #     dB_j = sum_i (sum_heads L_ij dt_j dy_i.x_j) C_i + sum_heads e^{a_q - a_j} dt_j G x_j
 #     dC_i = sum_j (sum_heads L_ij dt_j dy_i.x_j) B_j + sum_heads e^{a_i} S dy_i
 #     dloss/d(dt_i A) = sum_{j<i<=k} V_kj dt_j + sum_{k>=i} dy_k.(e^{a_k} C_k S)
 #                       + sum_{j<i} dt_j x_j.(e^{a_q - a_j} G B_j) + e^{a_q} <G, S>
 #
-# A program has one (row, chunk) and walks the heads, so that dB and dC, which sum over them, need
-# no atomics. What comes from inside the chunk and from G, and what comes from S, are two kernels:
-# one has not registers enough for both. `kvs` hands the sum over heads of L_ij dt_j dy_i.x_j on.
-# The (q, q) matrices are built transposed, j down and i across: each product then takes its
-# operands as they are, and no product's result is transposed in registers (which Triton 3.6 gets
-# wrong on Hopper).
+# Three kernels compute this in turn. One kernel would need more registers than there are:
+#
+#     after_kernel     what comes from inside the chunk and from G, the gradient of the state after it: dx, dB
+#     before_kernel    what comes from S, the state before the chunk: dC
+#     decays_kernel    ddt, dA, dD and dbias, from sums that the other two have stored
+#
+# A program of the first two has one (row, chunk) and loops over the heads: dB and dC sum over heads, and this needs no
+# atomics. after_kernel stores the sum over heads of L_ij dt_j dy_i.x_j in `kvs`, and before_kernel reads it. The (q, q)
+# matrices have j down and i across, transposed. So each product takes its operands as they are, and no result of a
+# product is transposed in registers (which Triton 3.6 gets wrong on Hopper).
 
 @triton.jit
 def add_pairs(a, b, c, d):
+    """Adds (a, b) and (c, d): for two sums by one tl.reduce."""
     return a + c, b + d
 
 
@@ -314,8 +351,14 @@ def add_pairs(a, b, c, d):
 def after_kernel(x, steps, B, C, D, dy, G, dx, sums, kvs, dB, l, h,
                  sxr, sxl, sxh, sBr, sBl, sCr, sCl, syr, syl, syh, sdxr, sdxl, sdxh, sdBr, sdBl,
                  n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
-    """dx and dB. The first four of `sums` (5, r chunks, h, q) get what decays_kernel needs of every
-    position: the sums of V's columns and rows, x.GB and dy.x."""
+    """
+    dx and dB of one chunk. `sums` (5, r chunks, h, q) gets four of the five values of each position that decays_kernel
+    needs (before_kernel adds sums[4]):
+        sums[0]    at j: sum_i V_ij dt_j
+        sums[1]    at i: sum_j V_ij dt_j
+        sums[2]    at j: dt_j x_j.(e^{a_q - a_j} G B_j)
+        sums[3]    at i: dy_i.x_i
+    """
     row, c = (tl.program_id(0) // tl.cdiv(l, q)).to(tl.int64), tl.program_id(0) % tl.cdiv(l, q)
     kn, kp = tl.arange(0, n), tl.arange(0, p)
     first, step, ok = place(c, l, q)
@@ -323,7 +366,8 @@ def after_kernel(x, steps, B, C, D, dy, G, dx, sums, kvs, dB, l, h,
     bq = load2(B, first, step, ok, sBl, kn)
     cb = tl.zeros((q, q), tl.float32)  # (j, i): B_j.C_i, the same for all heads
     part: tl.constexpr = 32 if n > 32 else n
-    for k in range(0, n, part):  # a loop, else 8 warps make a product that feeds a product twice
+    # A loop, because Triton with 8 warps computes a product twice if its result goes straight into another product.
+    for k in range(0, n, part):
         k32 = k + tl.arange(0, part)
         b32, c32 = load2(B, first, step, ok, sBl, k32), load2(C, first, step, ok, sCl, k32)
         cb = dot(b32, tl.trans(c32), cb)
@@ -336,25 +380,27 @@ def after_kernel(x, steps, B, C, D, dy, G, dx, sums, kvs, dB, l, h,
         state = ((row * tl.cdiv(l, q) + c) * h + head) * n * p + (kn[:, None] * p + kp[None, :])
         g = tl.load(G + state)  # (n, p)
         dtq, a, total = load_step_sizes(steps, chunk, all_chunks, head, h, q)
-        d_head = tl.load(D + head)  # here, lest it be waited for below
-        left = dtq * tl.exp2(total - a)
+        d_head = tl.load(D + head)  # loaded early, so that its use below need not wait
+        left = dtq * tl.exp2(total - a)  # dt_j e^{a_q - a_j}
         x32, out = xq.to(tl.float32), sums + (chunk * h + head) * q + i
         db = dot((x32 * left[:, None]).to(xq.dtype), tl.trans(g), db)
-        # Minus a minus: a plus would be merged into the product that follows, see cb.
+        # gb has a minus here and is subtracted below. If it was added, the compiler would merge it into the product
+        # there, and compute this one twice, see cb.
         gb = dot(bq, g) * -left[:, None]  # (q, p)
         xgb, skip = tl.reduce((-x32 * gb, x32 * dyq.to(tl.float32)), 1, add_pairs)
         tl.store(out + 2 * size, xgb)
         tl.store(out + 3 * size, skip)
-        # Only differences of j count; adding `head` keeps the mask out of the registers.
+        # The mask compares positions, so adding `head` to both changes nothing. But the mask now depends on the loop,
+        # and the compiler does not keep it in registers from head to head.
         j = head + i
         log_L = a[None, :] - (a - tl.log2(dtq))[:, None]
-        L = tl.exp2(tl.where(j[:, None] <= j[None, :], log_L, float("-inf")))  # (j, i), with dt_j
-        u = dot((cb * L).to(xq.dtype), dyq) - gb
+        L = tl.exp2(tl.where(j[:, None] <= j[None, :], log_L, float("-inf")))  # (j, i): L_ij dt_j
+        u = dot((cb * L).to(xq.dtype), dyq) - gb  # (q, p): dt_j u_j
         store2(dx + row * sdxr + first * sdxl + head * sdxh, step, ok, sdxl, kp,
                u + dyq.to(tl.float32) * d_head)
-        L *= dot(xq, tl.trans(dyq))
+        L *= dot(xq, tl.trans(dyq))  # now L_ij dt_j dy_i.x_j
         kv += L
-        L *= cb
+        L *= cb  # now V_ij dt_j
         tl.store(out, tl.sum(L, 1))
         tl.store(out + size, tl.sum(L, 0))
     kv = kv.to(bq.dtype)
@@ -367,8 +413,11 @@ def after_kernel(x, steps, B, C, D, dy, G, dx, sums, kvs, dB, l, h,
 def before_kernel(steps, B, C, dy, S, G, reads, tail, kvs, dC, l, h,
                   sBr, sBl, sCr, sCl, syr, syl, syh, sdCr, sdCl,
                   n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
-    """dC, `reads` (r chunks, h, q; the fifth of `sums`) dy_i.(e^{a_i} C_i S) and `tail` (r chunks, h)
-    e^{a_q} <G, S>."""
+    """
+    dC of one chunk, and for decays_kernel:
+        reads (r chunks, h, q), which is sums[4]    at i: dy_i.(e^{a_i} C_i S)
+        tail (r chunks, h)                          e^{a_q} <G, S>
+    """
     row, c = (tl.program_id(0) // tl.cdiv(l, q)).to(tl.int64), tl.program_id(0) % tl.cdiv(l, q)
     kn, kp, i = tl.arange(0, n), tl.arange(0, p), tl.arange(0, q)
     first, step, ok = place(c, l, q)
@@ -385,7 +434,7 @@ def before_kernel(steps, B, C, dy, S, G, reads, tail, kvs, dC, l, h,
         dc = dot(dyw.to(dyq.dtype), tl.trans(s), dc)
         tl.store(reads + (chunk * h + head) * q + i, tl.sum(dot(cq, s) * dyw, 1))
         tl.store(tail + chunk * h + head, gs * tl.exp2(total))
-    kv = tl.load(kvs + chunk * q * q + i[:, None] + i[None, :] * q)
+    kv = tl.load(kvs + chunk * q * q + i[:, None] + i[None, :] * q)  # transposed: i down, j across
     dc = dot(kv, load2(B + row * sBr, first, step, ok, sBl, kn), dc)
     store2(dC + row * sdCr + first * sdCl, step, ok, sdCl, kn, dc)
 
@@ -393,9 +442,15 @@ def before_kernel(steps, B, C, dy, S, G, reads, tail, kvs, dC, l, h,
 @triton.jit
 def decays_kernel(sums, tail, steps, A, ddt, dA, dD, dbias, l, h, sdr, sdl, sdh,
                   q: tl.constexpr, H: tl.constexpr):
-    """ddt, dA and dD of one chunk; with `dbias` that too, and ddt is the gradient of what softplus took.
-    Rows minus columns summed from i on leave the pairs j < i <= k of V (both must come from one V) and
-    take x.GB of j >= i off its sum over all j, which `ends` holds."""
+    """
+    ddt of one chunk, and the chunk's parts of dA and dD (r chunks, h). With `dbias` its part of that too; ddt is then
+    the gradient of the argument of softplus.
+
+    dlog_i, the gradient of dt_i A, is the sum over k >= i of rows_k - cols_k, plus `ends`. Of V, rows have the pairs
+    (k, j) with k >= i and cols those with j >= i. Pairs in both cancel, which leaves j < i <= k; the two sums must be
+    of the same V, or rounding would not cancel. `ends` has tail and the sum over all j of sums[2]; cols takes off those
+    of j >= i, which leaves j < i.
+    """
     chunk, all_chunks = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     row, c = chunk // tl.cdiv(l, q), chunk % tl.cdiv(l, q)
     head = tl.arange(0, H)
@@ -410,13 +465,14 @@ def decays_kernel(sums, tail, steps, A, ddt, dA, dD, dbias, l, h, sdr, sdl, sdh,
     rows += tl.load(sums + 4 * size + at, mask=mask, other=0.0)
     dlog = tl.cumsum(rows - cols, 1, reverse=True) + ends[:, None]
     dtq = tl.load(steps + at, mask=mask, other=0.0)
-    # The gradient of dt_j but for that of a_j. dt is 0 only where softplus, and its slope, underflow.
+    # The gradient of dt_j through dt_j x_j = cols_j / dt_j; that through a_j is dlog A. Where softplus underflows to
+    # dt = 0, its derivative is 0 too.
     direct = tl.where(dtq > 0, cols / dtq, 0.0)
     tl.store(dA + chunk * h + head, tl.sum(dlog * dtq, 1), mask=head < h)
     skip = tl.load(sums + 3 * size + at, mask=mask, other=0.0)
     tl.store(dD + chunk * h + head, tl.sum(skip, 1), mask=head < h)
     grad = direct + dlog * a_head[:, None]
-    if dbias is not None:  # softplus' is 1 - e^-dt, by its series where that would cancel
+    if dbias is not None:  # the derivative of softplus is 1 - e^-dt; for small dt by its series, as 1 - 1 would cancel
         series = dtq * (1 - dtq * (1 / 2 - dtq * (1 / 6 - dtq / 24)))
         grad = tl.where(mask, grad * tl.where(dtq < 0.03, series, 1 - tl.exp2(-dtq * LOG2E)), 0.0)
         tl.store(dbias + chunk * h + head, tl.sum(grad, 1), mask=head < h)
@@ -425,8 +481,9 @@ def decays_kernel(sums, tail, steps, A, ddt, dA, dD, dbias, l, h, sdr, sdl, sdh,
 
 
 def state_view(s0):
-    """Where the r states s0 lie: one after another (r, h, p, n), or for the rows of b sequences the
-    slice (b, r / b, h, p, n) of all their states, uncopied. -> r / b; strides of b, r / b and h"""
+    """How a kernel finds the initial state of each of r rows. s0 is (r, h, p, n); or (b, r / b, h, p, n) for the rows
+    of b sequences, which may be a slice of a larger tensor and is not copied; or None. -> rows, ssb, ssr, ssh: rows per
+    sequence, and the strides between sequences, rows of a sequence and heads"""
     if s0 is None:
         return 1, 0, 0, 0
     s0 = s0 if s0.dim() == 5 else s0[:, None]
@@ -434,15 +491,15 @@ def state_view(s0):
 
 
 class StepSizes:
-    """Step sizes of rows, dt (r, l, h) of any strides, and the decays that they make with A (h): what
-    several kernels need, made once. With `bias` (h) dt is what comes before bias and softplus."""
+    """The step sizes dt (r, l, h), of any strides, and their decays with A (h,), in the form in which several kernels
+    need them. Each form is made once. If `bias` (h,) is given, dt is the value before bias and softplus."""
 
     def __init__(self, dt, A, bias=None):
         self.dt, self.A, self.bias, self.made = dt, A, bias, {}
 
     def of(self, q):
-        """(2, r chunks, h, q) fp32: dt of every chunk, zeros past a row's end, and its sums a_i =
-        sum_{j<=i} dt_j A in units of log 2. A kernel finds each chunk of a head in one piece."""
+        """A buffer (2, r chunks, h, q) fp32. Index 0 is dt, with zeros past the end of a row. Index 1 is a_i, the sum
+        of dt_j A over j <= i in the chunk, in units of log 2. The q values of a chunk and head are contiguous."""
         if q not in self.made:
             (r, l, h), chunks = self.dt.shape, self.dt.shape[0] * triton.cdiv(self.dt.shape[1], q)
             self.made[q] = self.A.new_empty(2, chunks, h, q)
@@ -451,14 +508,16 @@ class StepSizes:
         return self.made[q]
 
     def log_decays(self, x):
-        """Of whole rows, by sequence: (b, rows, h), from the chunks of `walk`. x (b, s, h, p)"""
-        a = self.of(settings("walk", x)["q"])[1, :, :, -1]
-        a = a.unflatten(0, (len(self.dt), -1)).sum(1) / LOG2E.value
+        """The log decay over each whole row of the sequences x (b, s, h, p). -> (b, rows of a sequence, h). It uses the
+        chunk length of `walk`, whose buffer is made anyway."""
+        a = self.of(settings("walk", x)["q"])[1, :, :, -1]  # (r chunks, h): a_q of every chunk
+        a = a.unflatten(0, (len(self.dt), -1)).sum(1) / LOG2E.value  # (r, h), in natural units
         return a.view(len(x), -1, x.shape[2])
 
 
 def walk(x, steps, B, s0=None, states=None, final=None, q=None, adjoint=False):
-    """`states` are wanted at the chunks of the backward kernel, hence q."""
+    """Runs walk_kernel, see its docstring, for x (r, l, h, p) and B (r, l, n). q: the chunk length, if `states` must be
+    those of another kernel's chunks."""
     (r, l, h, p), how = x.shape, settings("walk", x) | (dict(q=q) if q else {})
     walk_kernel[(r * h,)](
         x, steps.of(how["q"]), B, s0, states, final, l, h, *strides(x, 3), *strides(B, 2),
@@ -466,8 +525,8 @@ def walk(x, steps, B, s0=None, states=None, final=None, q=None, adjoint=False):
 
 
 def tiles(x, dt, bias, A, B, C, D, s0, y, z=None, power=None, final=None, rest=False):
-    """Shapes as in `plain.ssd_scan_both`, for any number of ways. With `rest` the second way is not computed: its y
-    and power are zeros."""
+    """Runs tiles_kernel, see its docstring. Shapes are those of `plain.ssd_scan_both`, but its axis of size 2 has the
+    size `ways`, 1 or 2. Writes into y, power and final."""
     (r, l, ways, h, p), how = x.shape, settings("tiles", x)
     tiles_kernel[(r * ways * h, triton.cdiv(l, how["q"]) + (final is not None))](
         x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h, *strides(x, 4), *strides(dt, 4),
@@ -476,12 +535,14 @@ def tiles(x, dt, bias, A, B, C, D, s0, y, z=None, power=None, final=None, rest=F
 
 
 def room_for_final(x, B, wanted=True):
+    """An uninitialised tensor for the last states; an empty one if they are not wanted, as operators cannot return
+    None."""
     r, l, h, p = x.shape
     return x.new_empty((r, h, p, B.shape[-1]) if wanted else (0,), dtype=torch.float32)
 
 
 def rows_forward(x, steps, B, C, D, s0, return_final=False):
-    """`ssd_rows` without its gradients; steps: StepSizes"""
+    """`ssd_rows` without gradients. steps: StepSizes. -> y, and the last states, which are empty unless return_final"""
     r, l, h, p = x.shape
     y, final = x.new_empty(x.shape), room_for_final(x, B, return_final)
     if r * h <= FEW and l <= SHORT:
@@ -496,13 +557,13 @@ def rows_forward(x, steps, B, C, D, s0, return_final=False):
 
 
 def rows_backward(dx, ddt, dB, dC, ds0, dy, x, steps, B, C, D, s0, dfinal=None):
-    """Writes into dx, ddt, dB and dC, of any strides but the last (ddt: any), and into ds0 unless that
-    is None; dfinal, the gradient of the states that rows end in, is as s0. -> dA, dD and, where steps
-    have a bias, its gradient"""
+    """Writes into dx, ddt, dB and dC, and into ds0 unless that is None. Of dx, dB and dC the last axis must be
+    contiguous; ddt may have any strides. dfinal, the gradient of the last states, has a form of s0, see `state_view`.
+    -> dA, dD and, if steps has a bias, its gradient"""
     (r, l, h, p), n, q = x.shape, B.shape[-1], settings("after", x)["q"]
     dy, chunks = rowwise(dy), triton.cdiv(l, q)
-    S = x.new_empty(r, chunks, h, n, p)  # the state before each chunk, as dtype of x
-    G = torch.empty_like(S)  # the gradient of the state after it
+    S = x.new_empty(r, chunks, h, n, p)  # the state before each chunk, in the dtype of x
+    G = torch.empty_like(S)  # the gradient of the state after each chunk
     walk(x, steps, B, s0, S, q=q)
     walk(dy, steps, C, dfinal, G, ds0, q, adjoint=True)
     dA, dD, dbias, tail = D.new_empty(4, r * chunks, h)
@@ -537,6 +598,7 @@ def ssd_rows_backward(
 
 
 def room_for_power(x):
+    """An uninitialised tensor for `power`: x (r, l, ways, h, p) -> (r, l, ways, h)."""
     return x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
@@ -549,6 +611,7 @@ def ssd_both_forward(x: Tensor, dt: Tensor, bias: Tensor, A: Tensor, B: Tensor, 
 
 
 def room_for_pairs(x, B):
+    """Uninitialised tensors for the results of ssd_scan_pairs: y, power and the states of the finished blocks."""
     r, _, _, h, p = x.shape
     return (x.new_empty(x.shape), room_for_power(x),
             x.new_empty((r // 2, h, p, B.shape[-1]), dtype=torch.float32))
@@ -557,7 +620,7 @@ def room_for_pairs(x, B):
 @operator(lambda x, dt, bias, A, B, *inputs: room_for_pairs(x, B))
 def ssd_pairs_forward(x: Tensor, dt: Tensor, bias: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
                       s0: Tensor, z: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-    (y, power, final), b = room_for_pairs(x, B), len(x) // 2
+    (y, power, final), b = room_for_pairs(x, B), len(x) // 2  # rows before b are finished blocks, from b on active ones
     tiles(x[:b], dt[:b], bias, A, B[:b], C[:b], D, s0, y[:b], z[:b], power[:b], final, rest=True)
     tiles(x[b:], dt[b:], bias, A, B[b:], C[b:], D, final, y[b:], z[b:], power[b:])
     return y, power, final
@@ -567,17 +630,17 @@ differentiable(ssd_rows_forward, ssd_rows_backward)
 
 
 def ssd_rows(x, dt, A, B, C, D, s0=None, return_final=False):
-    """x (r, l, h, p), dt (r, l, h) fp32 and positive, A (h) fp32 and negative, B and C (r, l, n),
-    D (h) fp32, s0 fp32 as in `state_view` or None: zeros. -> y (r, l, h, p) in the dtype of x;
-    with return_final also the last state (r, h, p, n) fp32, which carries no gradient."""
+    """Scans r rows. x (r, l, h, p); dt (r, l, h) > 0; A (h,) < 0; B, C (r, l, n); D (h,); s0 in a form of `state_view`,
+    None for zeros. dt, A, D and s0 are fp32. -> y (r, l, h, p) in the dtype of x; with return_final also the last
+    states (r, h, p, n) in fp32, which carry no gradient."""
     y, final = ssd_rows_forward(rowwise(x), dt, A, rowwise(B), rowwise(C), D, statewise(s0),
                                 return_final)
     return (y, final.detach()) if return_final else y
 
 
 def ssd_scan_both(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
-    """As plain.ssd_scan_both, in one kernel; chunk_len is ignored. Its work grows as the square of the number of
-    tokens. No gradients."""
+    """As plain.ssd_scan_both, in one kernel, without gradients. chunk_len is ignored. The work grows with the square of
+    the number of tokens. The plain function runs for sizes that the kernels do not support."""
     if not fits(x.shape[-1], B.shape[-1]):
         return plain.ssd_scan_both.plain(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len)
     return ssd_both_forward(rowwise(x), dt, dt_bias, A, rowwise(B), rowwise(C), D, statewise(initial_state),
@@ -585,7 +648,8 @@ def ssd_scan_both(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
 
 
 def ssd_scan_pairs(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
-    """As plain.ssd_scan_pairs, in two kernels; chunk_len is ignored. No gradients."""
+    """As plain.ssd_scan_pairs, in two kernels, without gradients. chunk_len is ignored. The plain function runs for
+    sizes that the kernels do not support."""
     if not fits(x.shape[-1], B.shape[-1]):
         return plain.ssd_scan_pairs.plain(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len)
     return ssd_pairs_forward(rowwise(x), dt, dt_bias, A, rowwise(B), rowwise(C), D, statewise(initial_state),

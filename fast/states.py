@@ -21,23 +21,24 @@ import fast.scan as scan
 import ops
 from fast.triton_tools import LOG2E, like, operator, rowwise
 
-PASS = 1024  # elements of a state per program of pass_kernel; a state has e = p n elements
+PASS = 1024  # pass_kernel: elements of a state per program, of the e = p n elements that a state has
 
 
 # ----------------------------------------------------------------------------------------------
-# Carries states over the c rows of a sequence; each value is read once and written once. Forward, then back:
+# Carries states over the c rows of a sequence, S forward or their gradients G back. Each value is read once and written
+# once.
 #
 #     S_0 = initial           S_{i+1} = e^{log_decay_i} S_i + local_i
 #     G_c = dstates_c         G_i     = e^{log_decay_i} G_{i+1} + local_i + dstates_i
 #
-# Forward, local_i is the final state of row i when it starts from zeros. Back, G is the gradient of S;
-# dstates is the gradient of the returned states; local_i is the gradient of the state at the start of
-# row i from the outputs of row i.
+# Forward, local_i is the last state of row i if the row starts from zeros. Back, dstates is the gradient of the
+# returned states, and local_i is the gradient of the state at the start of row i that comes from the outputs of row i.
 
 @triton.jit
 def pass_kernel(local, log_decay, first, dstates, states, c, h, e, E: tl.constexpr,
                 BACK: tl.constexpr):
-    """E elements of the state of one (batch, head). Elements are independent of each other."""
+    """The recurrence above: writes S or, with BACK, G into `states`. One program: E elements of the states of one
+    (sequence, head); elements are independent of each other. `first` is `initial`; first and dstates may be None."""
     b, head = (tl.program_id(0) // h).to(tl.int64), tl.program_id(0) % h
     k = tl.program_id(1) * E + tl.arange(0, E)
     states, at = states + b * (c + 1) * h * e + k, head * e
@@ -47,7 +48,7 @@ def pass_kernel(local, log_decay, first, dstates, states, c, h, e, E: tl.constex
     if first is not None:
         s += tl.load(first + (b * h + head) * e + k, mask=k < e)
     for j in range(c + 1):
-        i = tl.cast(c - j if BACK else j, tl.int64)  # computes state i; for j > 0, from its neighbour across `row`
+        i = tl.cast(c - j if BACK else j, tl.int64)  # state i; for j > 0 from the state before, across one row
         if j > 0:
             row = (b * c + (i if BACK else i - 1)) * h + head
             s *= tl.exp2(tl.load(log_decay + row) * LOG2E)
@@ -87,8 +88,9 @@ def row_states(x, steps, B, s0, row):
 
 
 def scan_backward(dx, ddt, dB, dC, dy, dstates, x, steps, B, C, D, states, row):
-    """Writes into dx, ddt, dB and dC, whose positions are evenly spaced. dstates may be None. -> the gradient of the
-    initial states, dA, dD, and that of dt_bias if steps has one"""
+    """The backward of `scan_over_rows`. Writes into dx, ddt, dB and dC, whose positions must be evenly spaced. dy and
+    dstates are the gradients of its two results; dstates may be None. -> the gradient of the initial states, dA, dD,
+    and that of dt_bias if steps has one"""
     xs, Bs, Cs, dys = in_rows(row, x, B, C, dy)
     grads = (v.view(-1, row, *v.shape[2:]) for v in (dx, ddt, dB, dC))  # view never copies: writes arrive
     local = states.new_empty(states[:, 1:].shape)
@@ -100,6 +102,7 @@ def scan_backward(dx, ddt, dB, dC, dy, dstates, x, steps, B, C, D, states, row):
 
 
 def fake_outputs(x, B, row):
+    """Uninitialised tensors of the shapes of the two results of `scan_over_rows`."""
     (b, s, h, p), n = x.shape, B.shape[-1]
     return x.new_empty(x.shape), x.new_empty(b, s // row + 1, h, p, n, dtype=torch.float32)
 
@@ -160,4 +163,4 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
         y, final = scan.ssd_rows(x, dt, A, B, C, D, start, return_final=True)
         return y, torch.stack([start, final], 1)
     y, states = scan_over_rows(x, dt, A, B, C, D, start, row)
-    return y, states[:, ::block_len // row if block_len else s // row]
+    return y, states[:, ::block_len // row if block_len else s // row]  # one state for each block boundary
