@@ -201,7 +201,7 @@ def bench_sample(parallel):
         with torch.device(dev):
             model = BlockDiffusionLM(config)
         torch.nn.init.normal_(model.head.weight, std=0.02)
-        engine = open_engine("auto", model, pick_dtype("auto", dev), compile and on_gpu)
+        engine = open_engine("auto", model, pick_dtype("auto", dev))
         model = engine[0]                               # now the only reference: the original weights are freed
         for b in batch:
             ladder = lengths or [n for n in paper.LADDER if b * n <= most]
@@ -298,7 +298,7 @@ def full_sequence_rows(model, new_decoder, b, ladder):
     L tokens and do the same work, so one step is measured."""
     for length in ladder:
         row = dict(length=length, how="step x L / p")
-        release()                                       # torch.compile recompiles a function for a few shapes only
+        release()                                       # the last window's memory
         with noting(row):
             decoder, about = open_decoder(model, new_decoder, model.new_cache(b, 0, length), length)
             def step():

@@ -56,7 +56,6 @@ watch = False                           # show the active block while it is unma
 device = "auto"                         # auto, cpu, cuda or mps
 dtype = "auto"                          # auto: bfloat16 on CUDA, float32 elsewhere
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
-compile = True                          # torch.compile the layers of the fast engines; on CUDA only
 engine = "auto"                         # auto, simple, fused or graphs: all draw the same tokens, up to rounding
 # ---------------------------------------------------------------------------------------------
 
@@ -104,7 +103,7 @@ class Decoder:
         self.passes += 1
 
 
-def open_engine(wanted, model, dtype=torch.float32, compile=False):
+def open_engine(wanted, model, dtype=torch.float32):
     """
     Prepares a model for generation. Returns the model and a function new_decoder(model, cache, sampler, block_len).
 
@@ -125,7 +124,7 @@ def open_engine(wanted, model, dtype=torch.float32, compile=False):
         raise ConfigError(f"engine={wanted} needs the folder fast/, which is not here; use --engine=simple")
     from fast.decoder import new_decoder
     from fast.inference import inference_model
-    return inference_model(model, dtype, compile and on_gpu), functools.partial(new_decoder, wanted)
+    return inference_model(model, dtype), functools.partial(new_decoder, wanted)
 
 
 @dataclasses.dataclass
@@ -450,7 +449,7 @@ def main():
                       c.mask_id)
     if save_cache:
         need_cache(c)
-    model, new_decoder = open_engine(engine, model, weight_dtype, compile)
+    model, new_decoder = open_engine(engine, model, weight_dtype)
     pace = f"threshold {threshold}" if decoder == "threshold" else f"{sampler.tokens_per_step} tokens a step"
     print(f"{n_params:,} parameters on {dev}, {kernels_line}, decoder {decoder}, {pace}, seed {seed}", file=sys.stderr)
 

@@ -22,7 +22,7 @@ def select(device, training=True):
     FAST stays empty and the line says why. training=False skips the operations that only training and evaluation use:
     they need torch.compile, which takes seconds to import."""
     try:
-        from fast import cached_attention, conv, draw, mixer, residual, scan, states
+        from fast import cached_attention, conv, draw, mixer, residual, rotate, scan, states
     except Exception as error:                          # a broken Triton fails in many ways
         return f"kernels: plain (no Triton: {type(error).__name__}: {error})"
     ops.FAST.update({
@@ -34,6 +34,7 @@ def select(device, training=True):
         "cached_attention_pairs": cached_attention.cached_attention,
         "ssd_scan_both": scan.ssd_scan_both, "ssd_scan_pairs": scan.ssd_scan_pairs,
         "causal_conv_both": conv.causal_conv_both, "add_norm": residual.add_norm,
+        "rotate_both": rotate.rotate_both,
         "uniform": draw.uniform, "gumbel_argmax": draw.gumbel_argmax, "unmask": draw.unmask})
     if not training:
         return "kernels: Triton"

@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from fast.triton_tools import LOG2E, dot, operator, strides
+from fast.triton_tools import LOG2E, dot, strides
 
 
 @triton.jit
@@ -160,9 +159,7 @@ def block_attention_splits(b, m, l, h, cap, device, M, N, warps, least):
     return min(max(slots, 1), 32, triton.cdiv(triton.cdiv(cap, N) + triton.cdiv(l, N), least))
 
 
-@operator(lambda q, *_: q.new_empty(q.shape))
-def block_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, k_own: Tensor,
-                    v_own: Tensor, num_splits: int = 0) -> Tensor:
+def block_attention(q, k_cache, v_cache, lengths, k_own, v_own, num_splits=0):
     """softmax(q [k_cache[:n], k_own]^T / sqrt(d)) [v_cache[:n], v_own] with n = lengths[b]. q (b, m, h, d); k_own
     and v_own (b, l, h, d); k_cache and v_cache (c, h, cap, d), row i reads cache i mod c; lengths (b,) int64.
     The last dimension of each is contiguous. -> (b, m, h, d). No gradients."""

@@ -11,9 +11,8 @@ Without a GPU, Triton's interpreter tests them:    python -m pytest tests/kernel
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from fast.triton_tools import operator, rowwise
+from fast.triton_tools import rowwise
 
 SHARE, TILE = 512, 256  # pairs of logits per program, and per iteration of its loop
 
@@ -97,8 +96,7 @@ def uniform(n, stream, seed, step, begin):
     return out
 
 
-@operator(lambda logits, at, *_: torch.empty_like(at))
-def gumbel_argmax(logits: Tensor, at: Tensor, seed: Tensor, step: Tensor, begin: Tensor) -> Tensor:
+def gumbel_argmax(logits, at, seed, step, begin):
     """As ops.gumbel_argmax: logits (b, m, v), at (b, m), the others (b,)"""
     m, v = logits.shape[1:]
     half, rows = triton.cdiv(v, 2), rowwise(logits).reshape(-1, v)

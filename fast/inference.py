@@ -11,7 +11,6 @@
     python bench.py sample                              generation speed
 """
 import copy
-import importlib.util
 
 import torch
 import torch.nn.functional as F
@@ -58,12 +57,9 @@ class InferenceAttention:
         self.mixer = mixer
 
     def project(self, u, rope):
-        """As Attention.project, but with the tables of InferenceModel.active_rope: queries and keys are rotated
-        together, which launches fewer kernels."""
-        qkv = self.mixer.qkv(u).unflatten(-1, (3, self.mixer.n_head, -1)).permute(2, 0, 3, 1, 4)   # (3, b, h, l, e)
-        qk, (cos, sin) = qkv[:2], rope
-        halves = qk.unflatten(-1, (2, -1)).flip(-2).flatten(-2)                # both halves of each head swapped
-        return *torch.addcmul(qk * cos, halves, sin).to(u.dtype), qkv[2]
+        """As Attention.project: u (b, l, d) -> q, k, v, each (b, h, l, e)."""
+        qkv = self.mixer.qkv(u).unflatten(-1, (3, self.mixer.n_head, -1))      # (b, l, 3, h, e)
+        return *plain.rotate_both(qkv[:, :, :2], *rope), qkv[:, :, 2].transpose(1, 2)
 
     def merge(self, y):
         return linear_in_parts(y.transpose(1, 2).flatten(2), self.mixer.out_proj.weight), None
@@ -262,7 +258,7 @@ class InferenceModel(BlockDiffusionLM):
         """Hidden states (b, l, d) of the active block; with at (b, m), only those of these positions (b, m, d)."""
         self.check_active(xt)
         stream, c = (self.embed(xt), None, None), self.condition(t)
-        rope = self.active_rope(cache.lengths, xt.size(1))
+        rope = self.rope_after(cache.lengths, xt.size(1))
         for layer, state, asked, _ in self.layers_with(cache, at):
             stream = layer.denoise(stream, c, state, cache.lengths, rope, asked)
         return self.final(stream, c)
@@ -275,7 +271,7 @@ class InferenceModel(BlockDiffusionLM):
         stream = self.embed(torch.cat([x0_block, xt])), None, None
         c_clean = None if self.config.time_conditioning else c
         lengths = torch.cat([cache.lengths, cache.lengths + l])
-        rope = self.active_rope(lengths, l)
+        rope = self.rope_after(lengths, l)
         for layer, state, asked, last in self.layers_with(cache, at):
             stream = layer.commit_and_denoise(stream, c_clean, c, state, lengths, rope, asked, last)
         cache.lengths += l
@@ -283,28 +279,6 @@ class InferenceModel(BlockDiffusionLM):
 
     def all_block_hidden(self, x0, xt, t):
         raise ModelError("this model was prepared for generation; train and score with the original model instead")
-
-    def active_rope(self, lengths, count):
-        """The tables of `rope_after`, widened to a whole head: [cos, cos] and [-sin, sin], (b, 1, count, e) each."""
-        cos, sin = self.rope_after(lengths, count)
-        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-
-    def compile_steps(self):
-        """
-        Applies torch.compile where it fuses many small kernels: to whole layers if t modulates them, or to the rotation
-        of queries and keys if every layer has attention. Other models would gain 2 % and pay seconds at the start, so
-        they are not compiled. Nothing is compiled if Triton is missing, which torch.compile needs.
-        """
-        if importlib.util.find_spec("triton") is None or (self.folded and self.config.attn_every > 1):
-            return
-        from torch._inductor import config
-        torch._dynamo.config.recompile_limit = 64       # one graph per kind of layer, batch size and kind of step
-        if self.folded:
-            config.compile_threads = 1                  # two small graphs compile sooner than a process pool starts
-        for layer in self.layers:
-            for part, name in ([(layer.fused, "project")] if self.folded else
-                               [(layer, "denoise"), (layer, "commit_and_denoise")]):
-                setattr(part, name, torch.compile(getattr(part, name), dynamic=False))
 
 
 @torch.no_grad()
@@ -330,12 +304,7 @@ def fold_layer(layer, c):
 
 
 @torch.no_grad()
-def inference_model(model, dtype, compile=False):
-    """
-    Returns an InferenceModel with the weights of a BlockDiffusionLM, cast to dtype. prefill, commit and denoise
-    compute the same functions up to rounding. The given model is not changed. compile: call `compile_steps`.
-    """
-    prepared = cast_for_inference(InferenceModel(model, dtype), dtype)
-    if compile:
-        prepared.compile_steps()
-    return prepared
+def inference_model(model, dtype):
+    """Returns an InferenceModel with the weights of a BlockDiffusionLM, cast to dtype. prefill, commit and denoise
+    compute the same functions up to rounding. The given model is not changed."""
+    return cast_for_inference(InferenceModel(model, dtype), dtype)

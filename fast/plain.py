@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import ops
+from model import rotate
 from ops import EPS, at_least_fp32, replaceable
 
 SCAN_ROW = 512                          # the longest row that the kernels scan
@@ -71,6 +72,12 @@ def cached_attention_pairs(q, k, v, k_cache, v_cache, lengths, block_len):
     """`ops.cached_attention` of 2 b rows, one block each, to b caches: rows i and b + i read cache i."""
     k_cache, v_cache = (cache.repeat(len(q) // len(cache), 1, 1, 1) for cache in (k_cache, v_cache))
     return ops.cached_attention(q, k, v, k_cache, v_cache, lengths, block_len)
+
+
+@replaceable
+def rotate_both(qk, cos, sin):
+    """Rotates queries and keys together: qk (b, l, 2, h, e) -> (2, b, h, l, e), with tables (b, 1, l, e / 2)."""
+    return rotate(qk.permute(2, 0, 3, 1, 4), cos, sin)
 
 
 def join_parts(parts, power=None):

@@ -8,14 +8,10 @@ With 256 tokens most of the time goes to reductions over a token's channels, so 
 
 Without a GPU, Triton's interpreter tests it:    python -m pytest tests/kernels/test_kernels.py -k residual
 """
-from typing import Optional, Tuple
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from fast.triton_tools import operator
 from ops import EPS
 
 
@@ -65,9 +61,7 @@ def add_norm_kernel(h, parts, power, bias, weight, shift, out, normed, tokens, e
     tl.store(normed + token * d + k, y.to(normed.dtype.element_ty), mask=ok)
 
 
-@operator(lambda h, *_: (h.new_empty(h.shape), h.new_empty(h.shape)))
-def add_norm(h: Tensor, parts: Optional[Tensor], power: Optional[Tensor], bias: Optional[Tensor],
-             weight: Tensor, shift: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
+def add_norm(h, parts, power, bias, weight, shift):
     """As plain.add_norm, for contiguous tensors."""
     P, heads = 0 if parts is None else len(parts), 1 if power is None else power.shape[-1]
     tensors = (h, parts, power, bias, weight, shift)

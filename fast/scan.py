@@ -597,35 +597,6 @@ def ssd_rows_backward(
     return dx, ddt, dA, dB, dC, dD, ds0
 
 
-def room_for_power(x):
-    """An uninitialised tensor for `power`: x (r, l, ways, h, p) -> (r, l, ways, h)."""
-    return x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-@operator(lambda x, *inputs: (x.new_empty(x.shape), room_for_power(x)))
-def ssd_both_forward(x: Tensor, dt: Tensor, bias: Tensor, A: Tensor, B: Tensor, C: Tensor,
-                     D: Tensor, s0: Tensor, z: Tensor) -> Tuple[Tensor, Tensor]:
-    y, power = x.new_empty(x.shape), room_for_power(x)
-    tiles(x, dt, bias, A, B, C, D, s0, y, z, power)
-    return y, power
-
-
-def room_for_pairs(x, B):
-    """Uninitialised tensors for the results of ssd_scan_pairs: y, power and the states of the finished blocks."""
-    r, _, _, h, p = x.shape
-    return (x.new_empty(x.shape), room_for_power(x),
-            x.new_empty((r // 2, h, p, B.shape[-1]), dtype=torch.float32))
-
-
-@operator(lambda x, dt, bias, A, B, *inputs: room_for_pairs(x, B))
-def ssd_pairs_forward(x: Tensor, dt: Tensor, bias: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
-                      s0: Tensor, z: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-    (y, power, final), b = room_for_pairs(x, B), len(x) // 2  # rows before b are finished blocks, from b on active ones
-    tiles(x[:b], dt[:b], bias, A, B[:b], C[:b], D, s0, y[:b], z[:b], power[:b], final, rest=True)
-    tiles(x[b:], dt[b:], bias, A, B[b:], C[b:], D, final, y[b:], z[b:], power[b:])
-    return y, power, final
-
-
 differentiable(ssd_rows_forward, ssd_rows_backward)
 
 
@@ -643,8 +614,10 @@ def ssd_scan_both(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
     the number of tokens. The plain function runs for sizes that the kernels do not support."""
     if not fits(x.shape[-1], B.shape[-1]):
         return plain.ssd_scan_both.plain(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len)
-    return ssd_both_forward(rowwise(x), dt, dt_bias, A, rowwise(B), rowwise(C), D, statewise(initial_state),
-                            rowwise(z))
+    (x, B, C, z), s0 = map(rowwise, (x, B, C, z)), statewise(initial_state)
+    y, power = x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    tiles(x, dt, dt_bias, A, B, C, D, s0, y, z, power)
+    return y, power
 
 
 def ssd_scan_pairs(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
@@ -652,5 +625,11 @@ def ssd_scan_pairs(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
     sizes that the kernels do not support."""
     if not fits(x.shape[-1], B.shape[-1]):
         return plain.ssd_scan_pairs.plain(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len)
-    return ssd_pairs_forward(rowwise(x), dt, dt_bias, A, rowwise(B), rowwise(C), D, statewise(initial_state),
-                             rowwise(z))
+    (x, B, C, z), s0 = map(rowwise, (x, B, C, z)), statewise(initial_state)
+    y, power = x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    b, h, p = len(x) // 2, *x.shape[-2:]
+    ends = x.new_empty(b, h, p, B.shape[-1], dtype=torch.float32)
+    finished, active = slice(b), slice(b, None)
+    for rows, state, how in (finished, s0, dict(final=ends, rest=True)), (active, ends, {}):
+        tiles(x[rows], dt[rows], dt_bias, A, B[rows], C[rows], D, state, y[rows], z[rows], power[rows], **how)
+    return y, power, ends

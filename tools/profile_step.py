@@ -55,7 +55,7 @@ def training_step(config, dev):
 def denoising_step(config, dev):
     model = BlockDiffusionLM(config).to(dev)
     torch.nn.init.normal_(model.head.weight, std=0.02)
-    model, new_decoder = open_engine("auto", model, pick_dtype("auto", dev), compile=dev.type == "cuda")
+    model, new_decoder = open_engine("auto", model, pick_dtype("auto", dev))
     cache = model.new_cache(1, config.block_len)
     decoder = new_decoder(model, cache, Sampler([0], mask_id=config.mask_id), config.block_len)
 

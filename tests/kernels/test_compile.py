@@ -64,7 +64,7 @@ def call_everything():
     """Each kernel in the sizes of the 350M and 700M models, on tensors without data."""
     import torch
 
-    from fast import cached_attention, conv, draw, mixer, residual, scan, states
+    from fast import cached_attention, conv, draw, mixer, residual, rotate, scan, states
     bf16, fp32 = torch.bfloat16, torch.float32
     chosen = scan.settings                               # which look at the GPU
     scan.settings = lambda kernel, x: chosen(
@@ -82,10 +82,10 @@ def call_everything():
     y, ends = states.ssd_scan_forward(*inputs, 256)
     states.ssd_scan_backward(y, ends, ends, *inputs, 256)
     both = of(1, 256, 2, h, p)
-    scan.ssd_both_forward(both, of(1, 256, 2, h), *[of(2, h, dtype=fp32)] * 2, of(1, 256, 2, n), of(1, 256, 2, n),
+    scan.ssd_scan_both(both, of(1, 256, 2, h), *[of(2, h, dtype=fp32)] * 2, of(1, 256, 2, n), of(1, 256, 2, n),
                           of(2, h, dtype=fp32), of(1, h, p, n, dtype=fp32), both)
     pairs = of(2, 256, 2, h, p)
-    scan.ssd_pairs_forward(pairs, of(2, 256, 2, h), *[of(2, h, dtype=fp32)] * 2, *[of(2, 256, 2, n)] * 2,
+    scan.ssd_scan_pairs(pairs, of(2, 256, 2, h), *[of(2, h, dtype=fp32)] * 2, *[of(2, 256, 2, n)] * 2,
                            of(2, h, dtype=fp32), of(1, h, p, n, dtype=fp32), pairs)
     conv.causal_conv_forward(of(1, 256, 2, c), of(2, c, 4), of(2, c), of(1, 3, c))
     mixed = (of(2, 2048, 2 * h * p + 2 * n + 64), of(c, 4), of(c), vector, vector, vector, of(h * p), of(d, h * p),
@@ -95,6 +95,7 @@ def call_everything():
     for e in (52, 64):                                   # head dimensions
         q, k, v = of(1, 17, 3, 256, e).unbind(2)
         caches = of(2, 1, 17, 8192, e)
+        rotate.rotate_both(of(1, 256, 3, 17, e)[:, :, :2], *of(2, 1, 1, 256, e // 2, dtype=fp32))
         for m in (256, 16):                              # queries: all, and those of the last layer
             cached_attention.block_attention(q[:, :, :m].transpose(1, 2), *caches, of(1, dtype=torch.long),
                                              k.transpose(1, 2), v.transpose(1, 2))
@@ -105,7 +106,7 @@ def call_everything():
         drawn = draw.gumbel_argmax(logits, xt[:, :16], count, count, count)
     draw.uniform(256, -1, count, count, count)
     draw.unmask(xt, drawn, drawn, 50257, xt, count)
-    modules = (cached_attention, conv, draw, mixer, residual, scan, states)
+    modules = (cached_attention, conv, draw, mixer, residual, rotate, scan, states)
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
 
 

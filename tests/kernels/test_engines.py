@@ -230,7 +230,7 @@ def test_the_second_of_a_pair_of_blocks_starts_where_the_first_ends():
 
 
 def test_generation_starts_without_torch_compile():
-    """Its import takes seconds. Only models that need it, with attention in every layer or with t, pay for it."""
+    """Its import takes seconds, and its compilation tens of seconds."""
     code = ("import sys; import sample; from configurator import configure; "
             "configure(vars(sample), ['--init=random', '--model_config=laptop', '--length=20', '--engine=fused', "
             "'--device=cpu']); sample.main(); sys.exit('torch._dynamo' in sys.modules)")

@@ -238,10 +238,9 @@ def test_prepared_weights_in_graphs_give_the_tokens_of_the_model_without_a_cache
     sampler = Sampler([0, 1], decoder, 12, mask_id=999)
     want = generate_naive(model, prompts, 130, sampler)
     select_kernels("auto", "cuda")
-    for compiled in (False, True):
-        prepared, new_decoder = open_engine("graphs", model, compile=compiled)
-        out = generate(prepared, list(prompts), 130, sampler, new_decoder)
-        assert torch.equal(torch.stack(out.tokens), want.cpu())
+    prepared, new_decoder = open_engine("graphs", model)
+    out = generate(prepared, list(prompts), 130, sampler, new_decoder)
+    assert torch.equal(torch.stack(out.tokens), want.cpu())
 
 
 def test_without_the_kernels_the_simple_engine_runs_and_graphs_say_what_they_need():
