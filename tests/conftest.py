@@ -224,6 +224,13 @@ def data_main(*arguments):
     return 0
 
 
+def eval_record(*argv):
+    """What eval.py prints in its last line."""
+    status, printed, error = script("eval.py", "--device=cpu", *argv)
+    assert status == 0, error
+    return json.loads(printed.splitlines()[-1])
+
+
 # Processes are forked from a server that has imported what takes seconds.
 FORKING = multiprocessing.get_context("forkserver")
 FORKING.set_forkserver_preload(["torch._dynamo", "matplotlib.pyplot", "tiktoken"])  # AdamW imports _dynamo

@@ -6,8 +6,8 @@ import torch
 
 import configurator
 from checkpoint import load_checkpoint
-from configurator import ConfigError, UserError, check, configure
-from conftest import ROOT, TINY, make_model, run_train, script
+from configurator import ConfigError, UserError, check, configure, settings_of
+from conftest import ROOT, TINY, make_model, module_of, run_train, script
 from files import check_file, write_file
 from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file
 
@@ -200,6 +200,7 @@ def test_attention_only_models_need_no_geometry_of_mamba():
     (["--batch_size=4", "--micro_batch_size=3"], "must divide the 4 sequences"), (["--vocab_size=300"], "--vocab_size=258"),
     (["--warmup_iters=4"], r"warmup_iters must be below max_iters \(4\), but is 4; add --warmup_iters=0"),
     (["--dtype=bf16"], "one of auto, float32, bfloat16"),
+    (["--kernels=triton"], "kernels must be one of auto, torch, mamba_ssm, but is 'triton'"),
     (["--batch_size=0"], "batch_size must be at least 1, but is 0"), (["--grad_clip=-1"], "at least 0"),
     (["--learning_rate=0"], "above 0"), (["--beta1=1"], "below 1"), (["--seed=-1"], "at least 0"),
     (["--log_interval=0"], "at least 1"), (["--out_dir="], "name a folder")])
@@ -208,11 +209,29 @@ def test_settings_that_contradict_each_other_are_refused(corpus, tmp_path, argv,
         run_train(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", *argv])
 
 
-def test_another_configuration_is_not_resumed(corpus, tmp_path):
-    out = str(tmp_path)
-    run_train(TINY + [f"--data={corpus}", f"--out_dir={out}"])
-    with pytest.raises(ModelError, match="another d_state"):
-        run_train(TINY + [f"--data={corpus}", f"--out_dir={out}", "--resume", "--d_state=16"])
+@pytest.mark.parametrize("argv, message", [
+    (["--out_dir={trained}", "--resume", "--d_state=16"], "another d_state"),
+    (["--init_from={trained}", "--d_model=64"], "adaln.bias is 64 there and 128 here"),
+    (["--init_from={trained}", "--n_layer=3"], "is missing there"),
+    (["--init_from={trained}", "--n_layer=1"], "missing here")])
+def test_weights_of_another_shape_are_refused_by_name(corpus, trained, tmp_path, argv, message):
+    argv = [word.format(trained=trained) for word in argv]
+    with pytest.raises(ModelError, match=message):
+        run_train(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", *argv])
+
+
+def test_the_laptop_config_is_the_default_and_the_others_start_from_smaller_weights():
+    def settings_with(*argv):
+        module = module_of("train")
+        configure(vars(module), argv)
+        return settings_of(vars(module))
+    default = settings_with()
+    assert settings_with("config/laptop.py") == default
+    for path in ROOT.glob("config/*.py"):
+        settings = settings_with(str(path))
+        assert path.stem == "laptop" or settings["init_std"] == settings["embed_std"] == 0.02
+    model = BlockDiffusionLM(config_from_file("laptop"), default["init_std"], default["embed_std"])
+    assert [round(float(x.weight.detach().std()), 2) for x in (model.embed, model.layers[0].mixer.qkv)] == [1.0, 0.1]
 
 
 def test_a_short_run_needs_no_other_setting_and_a_warm_up_that_was_set_is_kept(corpus, tmp_path):
