@@ -113,21 +113,6 @@ def trained(corpus, tmp_path_factory):
     return out
 
 
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory, corpus):
-    """Untrained checkpoints of a block model and a full-sequence model on bytes."""
-    paths = []
-    for name in ("mamba_h", "attention"):
-        attn_every, block_len = ARCHITECTURES[name]
-        model = BlockDiffusionLM(ModelConfig(
-            vocab_size=258, seq_len=32, block_len=block_len, attn_every=attn_every, n_layer=2, n_head=2,
-            d_model=32, d_state=8, mamba_head_dim=16, chunk_len=4))
-        paths.append(str(tmp_path_factory.mktemp("out") / "ckpt.pt"))
-        save_checkpoint(paths[-1], model, step=0, tokenizer="bytes",
-                        settings=dict(learning_rate=4e-3, data=corpus))
-    return paths
-
-
 QUESTION = dict(task="piqa", id="1", context="a", choices=[" b", " c"], gold=0)
 
 

@@ -20,6 +20,7 @@ from fast import decoder, inference, plain  # noqa: E402
 from fast.inference import inference_model  # noqa: E402
 from model import ModelError  # noqa: E402
 from sample import generate, generate_naive, open_engine  # noqa: E402
+from test_ops import scan_inputs  # noqa: E402
 
 both_times = pytest.mark.parametrize("time_conditioning", [False, True])
 
@@ -186,14 +187,6 @@ def test_positions_that_nobody_asks_for_may_be_left_out_of_the_last_layer(name, 
             for part, other in zip(a, b):
                 keys = part.size(2) == 24               # of which what is behind the length may be anything
                 torch.testing.assert_close(*((u[i, :, :n] if keys else u[i]) for u in (part, other)))
-
-
-def scan_inputs(s):
-    b, h, p, n = 2, 3, 4, 5
-    raw = dict(x=torch.randn(b, s, h, p), dt=torch.rand(b, s, h) + 0.01, A=-4 * torch.rand(h),
-               B=torch.randn(b, s, n), C=torch.randn(b, s, n), D=torch.randn(h),
-               initial_state=torch.randn(b, h, p, n))
-    return {k: v.double() for k, v in raw.items()}
 
 
 def test_both_ways_are_a_scan_and_a_scan_of_the_reversed_tokens():
