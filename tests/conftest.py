@@ -29,7 +29,6 @@ from decoders import Sampler  # noqa: E402
 from model import BlockDiffusionLM, ModelConfig  # noqa: E402
 from parallel import ROOT, has_fast  # noqa: E402
 from sample import generate, open_engine  # noqa: E402
-from tools import prepare  # noqa: E402
 
 # The four architectures, small: (attn_every, block_len) for 32-token sequences.
 ARCHITECTURES = {"attention": (1, 32), "diffumamba_h": (2, 32), "bdlm_attention": (1, 8), "mamba_h": (2, 8)}
@@ -197,18 +196,6 @@ def script(name, *argv):
     return status, out.getvalue(), err.getvalue()
 
 
-def data_main(*arguments):
-    """The exit status of `python data.py ...` in this process; its sentence goes to stderr."""
-    from tools import prepare
-    try:
-        prepare.main([str(argument) for argument in arguments])
-    except SystemExit as stop:
-        if isinstance(stop.code, str):
-            print(stop.code, file=sys.stderr)
-        return stop.code if isinstance(stop.code, int) else 1
-    return 0
-
-
 def eval_record(*argv):
     """What eval.py prints in its last line."""
     status, printed, error = script("eval.py", "--device=cpu", *argv)
@@ -279,27 +266,3 @@ def start_ranks(folder, world, *argv, per_node=None):
     return [Child(folder, *argv, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank % per_node),
                   LOCAL_WORLD_SIZE=str(per_node), GROUP_RANK=str(rank // per_node), MASTER_ADDR="localhost",
                   MASTER_PORT=str(port), OMP_NUM_THREADS="1") for rank in range(world)]
-
-
-@pytest.fixture
-def child(monkeypatch):
-    """Starts `python data.py ...` with small shards in a process of its own: forked, so that it has them too."""
-    if "fork" not in multiprocessing.get_all_start_methods():
-        pytest.skip("no fork on this system")
-    monkeypatch.setattr(prepare, "SAVE_TOKENS", 20_000)
-    monkeypatch.setattr(prepare, "BATCH_BYTES", 20_000)
-    monkeypatch.setattr(prepare, "SHARD_TOKENS", 100_000)
-
-    def start(*arguments, before=lambda: None):
-        def run():
-            before()
-            prepare.main([str(argument) for argument in arguments])
-        process = multiprocessing.get_context("fork").Process(target=run)
-        process.start()
-        return process
-    return start
-
-
-def status(process):
-    process.join(60)
-    return process.exitcode
