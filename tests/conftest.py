@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
 torch.set_num_threads(1)
 
-from checkpoint import export, save_checkpoint  # noqa: E402
+from checkpoint import save_checkpoint  # noqa: E402
 from configurator import configure  # noqa: E402
 from data import prepare_stdlib  # noqa: E402
 from decoders import Sampler  # noqa: E402
@@ -34,6 +34,9 @@ from sample import generate, open_engine  # noqa: E402
 ARCHITECTURES = {"attention": (1, 32), "diffumamba_h": (2, 32), "bdlm_attention": (1, 8), "mamba_h": (2, 8)}
 BLOCK_MODELS = ["bdlm_attention", "mamba_h"]
 NO_FAST = "needs the folder fast/"
+# Each with its block length; and block models with blocks of one token, which are autoregressive.
+BLOCK_LENGTHS = [*((name, block_len) for name, (_, block_len) in ARCHITECTURES.items()),
+                 *((name, 1) for name in BLOCK_MODELS)]
 ENGINES = ["simple", pytest.param("fused", marks=pytest.mark.skipif(not has_fast(), reason=NO_FAST))]
 
 # A training that takes a quarter of a second: four steps of a hybrid of two layers.
@@ -129,13 +132,6 @@ def saved(tmp_path):
     save_checkpoint(str(tmp_path / "out" / "ckpt.pt"), model, step=7, tokenizer="bytes",
                     settings=dict(data="data/x", learning_rate=1e-3, out_dir="/home/somebody"))
     return str(tmp_path / "out"), model
-
-
-def exported(saved, **how):
-    """The folder of an export, beside the checkpoint's."""
-    folder = os.path.join(os.path.dirname(saved[0]), "export")
-    export(saved[0], folder, **how)
-    return folder
 
 
 # -- scripts --------------------------------------------------------------------------------------

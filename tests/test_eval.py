@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import (ARCHITECTURES, BLOCK_MODELS, QUESTION, eval_record, make_model, start_ranks, write_rows)
+from conftest import (ARCHITECTURES, BLOCK_LENGTHS, BLOCK_MODELS, QUESTION, eval_record, make_model, start_ranks,
+                      write_rows)
 from data import noise_generators
 from eval import nelbo_figures, ratio, score_answers, task_figures
 from nelbo import masked_cross_entropy, nelbo_counts, sequence_nelbo
 
 all_models = pytest.mark.parametrize("name", ARCHITECTURES)
-block_models = pytest.mark.parametrize("name", BLOCK_MODELS)
 
 
 def ranks(rank=0, world=1):
@@ -35,18 +35,6 @@ def scores_of(model, questions, rule="pll", seed=0, mc=1, budget=4096, rank=0, w
     return score_answers(model, questions, ranks(rank, world), rule, seed, mc, budget)
 
 
-@torch.no_grad()
-def chain_rule(model, x, known=0):
-    """-log p (b,) of tokens `known`.. of x under a model of block length 1, a token at a time."""
-    cache, nll = model.new_cache(len(x), x.size(1)), 0
-    for i in range(x.size(1)):
-        mask = torch.full((len(x), 1), model.config.mask_id)
-        logits = model.denoise(mask, cache, torch.ones(len(x)))[:, 0]
-        nll = nll - logits.log_softmax(-1).gather(1, x[:, i:i + 1])[:, 0] * (i >= known)
-        model.commit(x[:, i:i + 1], cache)
-    return nll
-
-
 def mask_weights(m):
     """All masks (2^m - 1, m) of m tokens but the empty one, and for each the mean of
     (1/t) t^|mask| (1 - t)^(m - |mask|) over t ~ U(1e-3, 1), by quadrature exact for polynomials."""
@@ -59,7 +47,8 @@ def mask_weights(m):
 
 @torch.no_grad()
 def exact_bound(model, x, known=0):
-    """The NELBO in nats of tokens `known`.. of x (s,) given those before, every mask enumerated."""
+    """The NELBO in nats of tokens `known`.. of x (s,) given those before, every mask enumerated. With blocks of one
+    token it is the chain rule, one token after another."""
     c, total = model.config, 0.0
     l = len(x) if c.full_sequence else c.block_len
     for start in range(known // l * l, len(x), l):
@@ -79,25 +68,14 @@ def exact_bound(model, x, known=0):
 
 # -- exact likelihoods ---------------------------------------------------------------------------
 
-@block_models
+@pytest.mark.parametrize("name", BLOCK_MODELS)
 def test_with_block_length_1_the_nelbo_at_t_1_is_the_exact_autoregressive_likelihood(name):
     model = make_model(name, vocab_size=4, seq_len=4, block_len=1)
     x = torch.tensor(list(itertools.product(range(3), repeat=4)))              # all 81 sequences
     nats = sequence_nelbo(model, x, torch.ones_like(x, dtype=torch.bool), torch.ones(81, 4))[:, 0]
-    torch.testing.assert_close(nats, chain_rule(model, x))
+    np.testing.assert_allclose(nats, [exact_bound(model, row) for row in x])
     assert float(torch.exp(-nats).sum()) == pytest.approx(1)
     assert nats.std() > 0.1, "the model must tell the sequences apart"
-
-
-@block_models
-def test_with_block_length_1_both_scores_of_an_answer_are_its_exact_likelihood(name):
-    model = make_model(name, seq_len=8, block_len=1)
-    x = torch.randint(0, 22, (2, 6), generator=torch.Generator().manual_seed(0))
-    questions = [[(row[:4], row[4:])] for row in x.tolist()]
-    exact = chain_rule(model, x, known=4).numpy()
-    np.testing.assert_allclose(scores_of(model, questions)[:, 0], exact)
-    nats = scores_of(model, questions * 100, "nelbo", mc=4).reshape(100, 2)
-    assert (abs(nats.mean(0) - exact) < 3 * nats.std(0, ddof=1) / 10).all()
 
 
 @all_models
@@ -234,15 +212,17 @@ def test_scores_do_not_depend_on_batches_or_ranks_and_equal_choices_get_equal_no
     assert whole[0, 0] == pytest.approx(whole[0, 1]) and whole[0, 0] != 0
 
 
-@all_models
-def test_the_nelbo_of_an_answer_agrees_with_its_exact_bound(name):
-    """An answer of 4 tokens, two of them in a second block of 8."""
-    model = make_model(name)
+@pytest.mark.parametrize("name, block_len", BLOCK_LENGTHS)
+def test_the_nelbo_of_an_answer_agrees_with_its_exact_bound(name, block_len):
+    """An answer of 4 tokens, two of them in a second block of 8. With blocks of one token both scores are exact."""
+    model = make_model(name, block_len=block_len)
     x = torch.randint(0, 22, (18,), generator=torch.Generator().manual_seed(7))
-    question = [(x[:14].tolist(), x[14:].tolist())]
+    question, exact = [(x[:14].tolist(), x[14:].tolist())], exact_bound(model, x, known=14)
     nats = scores_of(model, [question] * 300, "nelbo", mc=2)[:, 0]
     value, se = ratio(nats, np.ones(300))
-    assert abs(value - exact_bound(model, x, known=14)) < 3 * se < 0.15 * value
+    assert abs(value - exact) < 3 * se < 0.15 * value
+    if block_len == 1:
+        assert scores_of(model, [question]) == pytest.approx(exact)
 
 
 # -- question sets -------------------------------------------------------------------------------

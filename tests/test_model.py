@@ -7,7 +7,7 @@ import torch
 
 import paper
 from checkpoint import load_model, save_checkpoint
-from conftest import ARCHITECTURES, BLOCK_MODELS, make_batch, make_model
+from conftest import ARCHITECTURES, BLOCK_LENGTHS, BLOCK_MODELS, make_batch, make_model
 from model import BlockDiffusionLM, config_from_file
 
 PARAMETERS = {
@@ -29,8 +29,7 @@ def test_parameter_counts_are_the_papers_to_the_unit(name):
     assert f"{n_params / 1e6:.2f}" == f"{paper.PARAMS[name]:.2f}"
 
 
-@pytest.mark.parametrize("name, block_len", [*((name, l) for name, (_, l) in ARCHITECTURES.items()),
-                                             *((name, 1) for name in BLOCK_MODELS)])
+@pytest.mark.parametrize("name, block_len", BLOCK_LENGTHS)
 @both_times
 def test_cached_logits_equal_all_block_logits_for_every_block(name, block_len, time_conditioning):
     """With blocks of one token this is an autoregressive model."""

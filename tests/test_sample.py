@@ -4,8 +4,7 @@ import torch
 
 import ops
 from checkpoint import fingerprint, load_prefix, read_prefix, save_prefix
-from conftest import (ARCHITECTURES, BLOCK_MODELS, ENGINES, generate_by, make_model, make_sampler, prompts_of,
-                      script)
+from conftest import ARCHITECTURES, BLOCK_MODELS, ENGINES, generate_by, make_model, make_sampler, prompts_of
 from decoders import DECODERS, ActiveBlock, Sampler
 from model import BlockDiffusionLM, take
 from sample import generate, generate_naive
@@ -109,14 +108,6 @@ def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_token_for_
     again = read_prefix(model, prompt[prompt_length:], prefix)
     alone = generate_by(engine, model, [prompt[:0]], 21, make_sampler(model), prefix=again)
     assert torch.equal(alone.tokens[0], want[0])
-
-
-def test_the_script_saves_a_prompt_and_goes_on_from_it_later(tmp_path):
-    start = ["sample.py", "--init=random", "--model_config=laptop", "--device=cpu", "--length=20"]
-    prompt = "a prompt of thirty-seven characters"
-    status, first, error = script(*start, f"--prompt={prompt}", f"--save_cache={tmp_path}/cache")
-    assert status == 0 and first.startswith(prompt), error
-    assert script(*start, f"--load_cache={tmp_path}/cache")[:2] == (0, first)
 
 
 @pytest.mark.parametrize("how, wanted", [

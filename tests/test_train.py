@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-import ops
 from checkpoint import load_checkpoint, save_checkpoint
-from configurator import ConfigError
 from conftest import ROOT, TINY, eval_record, free_port, make_model, read_log, run_train as run, start_ranks
 from model import BlockDiffusionLM, ModelConfig
 from paper import transfer_lr
-from parallel import ShardedAdamW, ampere, pick_dtype, select_kernels
+from parallel import ShardedAdamW
 from train import learning_rate_at
 
 
@@ -107,23 +105,6 @@ def test_sharded_adamw_is_adamw_with_clipped_gradients_and_weight_decay_of_matri
             optimizer.zero_grad()
     for a, b in zip(ours.parameters(), plain.parameters()):
         torch.testing.assert_close(a, b)
-
-
-def test_a_gpu_before_ampere_runs_the_plain_operations_in_fp32(monkeypatch):
-    """Colab's T4, by a mocked capability. Kernels and generation's engine follow from the table, which stays empty."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    for capability, modern in (((7, 5), False), ((7, 0), False), ((8, 0), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        assert ampere("cuda") == modern and not ampere("cpu")
-        assert pick_dtype("auto", "cuda") == (torch.bfloat16 if modern else torch.float32)
-    assert pick_dtype("auto", "cpu") == pick_dtype("float32", "cuda") == torch.float32
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    ops.FAST["ssd_scan"] = None                         # of an earlier choice
-    assert select_kernels("auto", "cuda") == (
-        "kernels: plain (Tesla T4 has compute capability 7.5; bf16 and fast/ need 8.0)")
-    assert ops.FAST == {}
-    with pytest.raises(ConfigError, match="kernels=mamba_ssm needs a GPU of compute capability 8.0"):
-        select_kernels("mamba_ssm", "cuda")
 
 
 def test_learning_rate_transfer_gives_the_papers_figures():

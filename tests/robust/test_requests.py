@@ -12,7 +12,7 @@ import decoders
 import sample
 from checkpoint import fingerprint, load_prefix, read_prefix, save_checkpoint, save_prefix
 from configurator import ConfigError, UserError
-from conftest import ENGINES, ROOT, generate_by, make_model, make_sampler, prompts_of
+from conftest import ENGINES, ROOT, generate_by, make_model, make_sampler, prompts_of, script
 from data import DataError, get_tokenizer
 from decoders import Sampler
 from model import BlockDiffusionLM, ModelError, config_from_file
@@ -90,6 +90,14 @@ def test_prompts_of_one_length_are_read_together_and_equal_ones_once(monkeypatch
 
 
 # -- saved prompts --------------------------------------------------------------------------------
+
+def test_the_script_saves_a_prompt_and_goes_on_from_it_later(tmp_path):
+    start = ["sample.py", "--init=random", "--model_config=laptop", "--device=cpu", "--length=20"]
+    prompt = "a prompt of thirty-seven characters"
+    status, first, error = script(*start, f"--prompt={prompt}", f"--save_cache={tmp_path}/cache")
+    assert status == 0 and first.startswith(prompt), error
+    assert script(*start, f"--load_cache={tmp_path}/cache")[:2] == (0, first)
+
 
 def test_a_saved_prompt_of_other_weights_and_damaged_files_are_refused_in_a_sentence(tmp_path):
     path, prompt = str(tmp_path / "cache"), prompts_of(19)[0]

@@ -5,11 +5,13 @@ import pytest
 import torch
 
 import configurator
+import ops
 from checkpoint import load_checkpoint
 from configurator import ConfigError, UserError, check, configure, settings_of
 from conftest import ROOT, TINY, make_model, module_of, run_train, script
 from files import check_file, write_file
 from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file
+from parallel import ampere, pick_dtype, select_kernels
 
 
 def space(**extra):
@@ -234,6 +236,23 @@ def test_the_laptop_config_is_the_default_and_the_others_start_from_smaller_weig
     assert [round(float(x.weight.detach().std()), 2) for x in (model.embed, model.layers[0].mixer.qkv)] == [1.0, 0.1]
 
 
+def test_a_gpu_before_ampere_runs_the_plain_operations_in_fp32(monkeypatch):
+    """Colab's T4, by a mocked capability. Kernels and generation's engine follow from the table, which stays empty."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    for capability, modern in (((7, 5), False), ((7, 0), False), ((8, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        assert ampere("cuda") == modern and not ampere("cpu")
+        assert pick_dtype("auto", "cuda") == (torch.bfloat16 if modern else torch.float32)
+    assert pick_dtype("auto", "cpu") == pick_dtype("float32", "cuda") == torch.float32
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    ops.FAST["ssd_scan"] = None                         # of an earlier choice
+    assert select_kernels("auto", "cuda") == (
+        "kernels: plain (Tesla T4 has compute capability 7.5; bf16 and fast/ need 8.0)")
+    assert ops.FAST == {}
+    with pytest.raises(ConfigError, match="kernels=mamba_ssm needs a GPU of compute capability 8.0"):
+        select_kernels("mamba_ssm", "cuda")
+
+
 def test_a_short_run_needs_no_other_setting_and_a_warm_up_that_was_set_is_kept(corpus, tmp_path):
     tiny = [word for word in TINY if not word.startswith("--warmup")] + [f"--data={corpus}"]
     for steps, warmup in ((4, 0), (20, 2)):
@@ -252,13 +271,6 @@ def test_resuming_with_other_settings_says_so_and_an_absent_device_is_a_sentence
         if torch.cuda.is_available():
             pytest.skip("this machine has CUDA")
         run_train(argv + ["--device=cuda", "--resume"])
-
-
-def test_from_elsewhere_a_config_is_found_in_the_repository(corpus, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    status, _, error = script("train.py", "config/laptop.py", *TINY, f"--data={corpus}", "--out_dir=here")
-    assert status == 0, error
-    assert (tmp_path / "here" / "ckpt.pt").is_file()
 
 
 @pytest.mark.parametrize("name, argv, message", [

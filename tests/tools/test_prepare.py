@@ -11,11 +11,39 @@ from pathlib import Path
 import pytest
 
 import data
-from conftest import script
+from conftest import ROOT, script
 from test_data import TEXTS, documents, folder_bytes, make_folder, prepared, write_jsonl
 from tools import prepare
 
 zstandard = pytest.importorskip("zstandard")
+SHARED = ROOT.parent / "shared" / "data"
+
+
+def test_bytes_and_gpt2_share_one_interface():
+    tokenizer = data.get_tokenizer("bytes")
+    assert (tokenizer.n_vocab, tokenizer.eot_token) == (258, 256)
+    assert tokenizer.encode_ordinary("hé") == list("hé".encode())
+    assert tokenizer.decode([104, 195, 169]) == "hé" and tokenizer.decode([257]) == "<|mask|>"
+    with pytest.raises(data.DataError, match="bytes or gpt2"):
+        data.get_tokenizer("gpt3")
+
+
+@pytest.fixture
+def gpt2(monkeypatch):
+    if not (SHARED / "gpt2_bpe").is_dir():
+        pytest.skip("GPT-2's BPE files are not beside the repository")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "gpt2_bpe"))
+    return data.get_tokenizer("gpt2")
+
+
+def test_gpt2_has_its_own_ids_and_the_mask_behind_them_and_counts_the_bytes_of_its_text(gpt2):
+    assert (gpt2.n_vocab, gpt2.eot_token) == (50258, 50256)
+    assert gpt2.encode_ordinary("Hello world") == [15496, 995]
+    assert gpt2.decode([gpt2.n_vocab - 1]) == "<|mask|>"
+    text = "Ĵ ångström \u2713 <|endoftext|> \U0001F600" * 3
+    tokens, n_bytes = data.encode(gpt2, text)
+    assert tokens.tolist() == gpt2.encode_ordinary(text) + [50256]
+    assert data.token_bytes("gpt2")[tokens].sum() == n_bytes == len(text.encode())
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz", "a.jsonl.zst"])
