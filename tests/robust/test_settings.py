@@ -27,17 +27,13 @@ def test_both_spellings_of_a_flag_work(argv):
     assert settings["max_iters"] == 65536 and type(settings["max_iters"]) is int
 
 
-def test_an_integer_is_accepted_for_a_float():
-    value = configure(space(), ["--learning_rate=1"])["learning_rate"]
-    assert value == 1.0 and type(value) is float
-
-
-def test_lists_none_booleans_and_values_with_equals_signs():
+def test_lists_none_booleans_whole_floats_and_values_with_equals_signs():
     out = configure(space(), ["--tasks=['x', 'y']", "--checkpoint=a=b.pt", "--resume"])
     assert out["tasks"] == ["x", "y"] and out["checkpoint"] == "a=b.pt" and out["resume"] is True
     assert configure(space(), ["--tasks=x,y"])["tasks"] == ["x", "y"]
     assert configure(space(tasks=[1]), ["--tasks=64"])["tasks"] == [64]
     assert configure(space(), ["--resume", "false"])["resume"] is False
+    assert type(configure(space(), ["--learning_rate=1"])["learning_rate"]) is float
     assert configure(space(), ["--checkpoint=none"])["checkpoint"] is None
     assert configure(space(), ["--out_dir=none"])["out_dir"] == "none"      # a word like any other
     assert configure(space(), ["--out_dir=true"])["out_dir"] == "true"
@@ -60,21 +56,20 @@ def test_mistakes_are_one_sentence_with_the_nearest_name(argv, message):
 
 
 def test_config_files_compute_and_flags_after_them_win(tmp_path):
-    file = tmp_path / "c.py"
-    file.write_text("import math\nmax_iters = max_iters * 2\nlearning_rate = math.sqrt(4)\n_half = 3\n")
+    file = tmp_path / "c.py"                            # with a byte order mark
+    file.write_text("\ufeffimport math\nmax_iters = max_iters * 2\nlearning_rate = math.sqrt(4)\n_half = 3\n")
     out = configure(space(), [str(file), "--learning_rate=0.5"])
     assert out["max_iters"] == 200 and out["learning_rate"] == 0.5 and "_half" not in out
 
 
-@pytest.mark.parametrize("text, message", [
-    ("max_iter = 5", "did you mean max_iters"), ("max_iters = 'x'", "takes a whole number"),
-    ("resume = 1", "true or false"), ("1 / 0", "ZeroDivisionError"), ("max_iters =", "SyntaxError")])
-def test_mistakes_in_files_name_the_file(tmp_path, text, message):
-    file = tmp_path / "c.py"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=message) as caught:
-        configure(space(), [str(file)])
-    assert "c.py" in str(caught.value)
+@pytest.mark.parametrize("content, message", [
+    (b"max_iter = 5", "did you mean max_iters"), (b"max_iters = 'x'", "takes a whole number"),
+    (b"resume = 1", "true or false"), (b"1 / 0", "ZeroDivisionError"), (b"max_iters =", "SyntaxError"),
+    (b"\xff\xfe\x00", "failed"), (b"import sys; sys.exit(0)", "failed")])
+def test_mistakes_in_files_name_the_file(tmp_path, content, message):
+    (tmp_path / "c.py").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"c\.py.*{message}"):
+        configure(space(), [str(tmp_path / "c.py")])
 
 
 def test_help_prints_the_settings_and_what_they_mean(capsys, tmp_path):
@@ -106,15 +101,6 @@ def test_a_script_ends_in_one_sentence(capsys, tmp_path):
         open(tmp_path / "missing")
     with pytest.raises(ZeroDivisionError), configurator.script("x.py"):          # a mistake of ours keeps its traceback
         1 / 0
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"import sys; sys.exit(0)"])
-def test_what_is_no_config_file_is_refused(tmp_path, content):
-    (tmp_path / "c.py").write_bytes(content)
-    with pytest.raises(ConfigError, match="config file .* failed"):
-        configure(space(), [str(tmp_path / "c.py")])
-    (tmp_path / "bom.py").write_bytes(b"\xef\xbb\xbfmax_iters = 7")
-    assert configure(space(), [str(tmp_path / "bom.py")])["max_iters"] == 7
 
 
 def test_whether_a_file_can_be_written_is_known_beforehand(tmp_path, monkeypatch):
