@@ -12,8 +12,6 @@ import data
 from tools import prepare
 
 zstandard = pytest.importorskip("zstandard")
-
-
 TEXTS = [f"Document {i}: " + "naïve café \u2713 " * (i % 7 + 1) for i in range(60)]
 
 
@@ -36,8 +34,7 @@ def documents(texts):
 
 def prepared(out, train, val=(), **settings):
     sources = prepare.local_sources(train, "train") + prepare.local_sources(val, "val")
-    settings = dict(dict(shard_tokens=1000), **settings)
-    return prepare.Preparation(out, sources, "bytes", "a test", **settings).run(2)
+    return prepare.Preparation(out, sources, "bytes", "a test", shard_tokens=1000, **settings).run(2)
 
 
 def folder_bytes(folder):
@@ -125,11 +122,9 @@ def test_the_default_corpus_is_the_standard_library_split_by_file(tmp_path):
     fake_stdlib(tmp_path / "lib")
     meta = data.prepare_stdlib(tmp_path / "data" / "stdlib", tmp_path / "lib")
     train, val = (data.TokenData(tmp_path / "data" / "stdlib", s, "bytes") for s in data.SPLITS)
-    texts = [bytes(t for t in d.sequences(1).flatten().tolist() if t < 256).decode()
-             for d in (train, val)]
+    texts = [bytes(t for t in d.sequences(1).flatten().tolist() if t < 256).decode() for d in (train, val)]
     assert len(train.documents()) + len(val.documents()) == 60 and len(val.documents()) > 0
-    assert set(texts[0].split("\n")) - {""} == {f"x = {i}" for i in range(60)} \
-        - set(texts[1].split("\n"))
+    assert set(texts[0].split("\n")) - {""} == {f"x = {i}" for i in range(60)} - set(texts[1].split("\n"))
     assert meta["skipped"] == 1 and [p.name for p in (tmp_path / "data").iterdir()] == ["stdlib"]
     first = folder_bytes(tmp_path / "data" / "stdlib")
     data.prepare_stdlib(tmp_path / "again", tmp_path / "lib")

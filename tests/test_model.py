@@ -109,9 +109,8 @@ def test_block_losses_reach_every_earlier_clean_token_unless_the_prefix_is_detac
 @pytest.mark.parametrize("silent, unmoved", [("rev", slice(0, 5)), ("fwd", slice(6, 8))])
 def test_the_forward_scan_reads_what_came_before_and_the_reverse_scan_what_comes_after(silent, unmoved):
     """Token 5 of 8 moves, with the other direction cut out."""
-    mixer = make_model("mamba_h").layers[1].mixer
+    mixer, u = make_model("mamba_h").layers[1].mixer, torch.randn(2, 8, 16, dtype=torch.float64)
     getattr(mixer, silent).out_proj.weight.data.zero_()
-    u = torch.randn(2, 8, 16, dtype=torch.float64)
     changed = u.clone()
     changed[:, 5] += 1
     moved = (mixer.scan_both(u) != mixer.scan_both(changed)).any(-1).any(0)

@@ -76,13 +76,6 @@ def test_an_engine_runs_in_the_dtype_that_it_is_asked_for(engine, dtype):
     assert opened.new_cache(1, 8).layers[0][0].dtype == dtype
 
 
-def test_an_engine_that_cannot_run_is_refused_in_a_sentence():
-    model = make_model("mamba_h", torch.float32)
-    for engine, message in (("graphs", "the model is on the CPU"), ("sideways", "must be one of")):
-        with pytest.raises(ConfigError, match=message):
-            open_engine(engine, model)
-
-
 def test_a_finished_block_is_in_the_cache_when_it_is_flushed():
     """The fast engine's cache is a block behind. `begin` counts that block, and a flush brings the cache up."""
     model = make_model("mamba_h", torch.float32)
@@ -113,9 +106,12 @@ def test_the_model_that_was_prepared_stays_valid(name):
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and len(before) == len(model.state_dict())
 
 
-def test_a_prepared_model_refuses_what_it_cannot_do_in_a_sentence():
-    model = inference_model(make_model("mamba_h"), torch.float32)
-    x0, xt, t = make_batch(model)
+def test_an_engine_that_cannot_run_and_what_a_prepared_model_cannot_do_is_refused_in_a_sentence():
+    model = make_model("mamba_h")
+    for engine, message in (("graphs", "the model is on the CPU"), ("sideways", "must be one of")):
+        with pytest.raises(ConfigError, match=message):
+            open_engine(engine, model)
+    (x0, xt, t), model = make_batch(model), inference_model(model, torch.float32)
     with pytest.raises(ModelError, match="prepared for generation; train and score with"):
         model.all_block_logits(x0, xt, t)
     with pytest.raises(ModelError, match="trained with blocks of 8 tokens and cannot denoise a block of 4"):

@@ -20,6 +20,7 @@ from conftest import ROOT, TINY, Child, make_model, read_log, run_train, script,
 from files import misfit, write_file
 from model import ModelError
 from parallel import ShardedAdamW
+from test_data import fake_stdlib
 from train import Log
 
 TIMES = {"ms", "tok_per_s", "memory"}
@@ -347,9 +348,7 @@ def test_temporary_files_follow_no_planted_link_and_new_files_heed_the_umask(tmp
     umask = os.umask(0o027)
     try:
         write_file(str(tmp_path / "result"), "new")
-        (tmp_path / "lib").mkdir()
-        for i in range(60):
-            (tmp_path / "lib" / f"{i}.py").write_text("x = 1")
+        fake_stdlib(tmp_path / "lib")
         data.prepare_stdlib(tmp_path / "data" / "stdlib", tmp_path / "lib")
     finally:
         os.umask(umask)
@@ -377,21 +376,14 @@ def change_checkpoint(folder, target, edit):
     torch.save(record, target / "ckpt.pt")
 
 
-class Planted:
-    """What a pickle would run when it is read."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
 def test_a_damaged_or_foreign_checkpoint_is_refused_and_reading_never_runs_code(trained, tmp_path):
+    class Planted:
+        def __reduce__(self):                           # what a pickle would run when it is read
+            return os.mkdir, (str(tmp_path / "ran"),)
     whole = Path(trained, "ckpt.pt").read_bytes()
     middle = len(whole) // 2
     flipped = whole[:middle] + bytes(255 - b for b in whole[middle:middle + 50]) + whole[middle + 50:]
-    for content in (whole[:middle], flipped, b"", b"not a checkpoint", {"a": 1}, {"model": Planted(str(tmp_path / "ran"))}):
+    for content in (whole[:middle], flipped, b"", b"not a checkpoint", {"a": 1}, {"model": Planted()}):
         if isinstance(content, bytes):
             (tmp_path / "ckpt.pt").write_bytes(content)
         else:

@@ -27,7 +27,8 @@ def test_bad_requests_are_refused_before_any_work():
         generate(model, prompts_of(7, 16), 262_128, make_sampler(model, 2))
     with pytest.raises(ModelError, match="at least 1"):
         generate(model, prompts_of(4), 0, make_sampler(model))
-    for name, value in dict(decoder="sideways", top_p=0.0, threshold=1.5, temperature=-1.0, top_k=-1).items():
+    for name, value in (("decoder", "sideways"), ("top_p", 0.0), ("threshold", 1.5), ("threshold", -1.0),
+                        ("temperature", -1.0), ("top_k", -1)):
         with pytest.raises(ConfigError, match=f"^{name} must be .*, but is '?{value}'?$"):
             make_sampler(model, **{name: value})
     with pytest.raises(ConfigError, match="no seeds"):
@@ -168,9 +169,9 @@ def run(monkeypatch, **settings):
     sample.main()
 
 @pytest.mark.parametrize("settings, message", [
-    (dict(length=0), "length must be at least 1, but is 0"), (dict(num_samples=0), "num_samples must be at least 1, but is 0"), (dict(seed=10 ** 23), "seed must be below"),
-    (dict(decoder="rnd"), "decoder must be one of .*, but is 'rnd'"), (dict(dtype="fp16"), "dtype must be one of .*, but is 'fp16'"), (dict(engine="x"), "engine must be one of"),
-    (dict(threshold=-1.0), "threshold must be at least 0, but is -1.0"), (dict(threshold=5.0), "threshold must be at most 1, but is 5.0"),
+    (dict(length=0), "length must be at least 1, but is 0"), (dict(seed=10 ** 23), "seed must be below"),
+    (dict(num_samples=0), "num_samples must be at least 1, but is 0"),
+    (dict(dtype="fp16"), "dtype must be one of .*, but is 'fp16'"), (dict(engine="x"), "engine must be one of"),
     (dict(tokens_per_step=-1), "tokens_per_step must be at least 1, but is -1"), (dict(prompt="hi", prompt_file="f"), "leave one out"),
     (dict(save_cache="{here}"), "cannot be written"), (dict(save_cache="{here}/file/cache"), "cannot be written"),
     (dict(prompt_file="{here}/nope"), "nope"), (dict(prompt_file="{here}/latin"), "latin is not UTF-8")])

@@ -1,6 +1,4 @@
 """Settings: files and flags, types, typos, values that contradict each other. A mistake is one sentence."""
-import os
-
 import pytest
 import torch
 
@@ -117,13 +115,16 @@ def test_whether_a_file_can_be_written_is_known_beforehand(tmp_path, monkeypatch
         check_file("out", str(tmp_path / "x"))
 
 
-def test_a_config_file_of_the_repository_is_found_from_any_folder(tmp_path, monkeypatch):
+def test_a_config_file_of_the_repository_is_found_from_any_folder_and_by_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    settings = {name: 0 for name in ("vocab_size seq_len block_len attn_every n_layer n_head d_model d_state "
-                                     "mamba_head_dim").split()} | dict(init_std=0.0, embed_std=0.0)
-    assert configure(dict(settings), ["config/laptop.py"])["seq_len"] == 256
-    with pytest.raises(ConfigError, match="config file laptops.py does not exist; config/ has .*laptop, "):
-        configure(settings, ["laptops.py"])
+    here = config_from_file(str(ROOT / "config" / "laptop.py"))
+    assert here == config_from_file("laptop") == config_from_file("config/laptop.py") and here.seq_len == 256
+    for name in ("laptops.py", "lptop"):
+        with pytest.raises(ConfigError, match=f"config file {name} does not exist; config/ has .*laptop, "):
+            config_from_file(name)
+    (tmp_path / "mine.py").write_text("d_model = 'wide'")
+    with pytest.raises(ConfigError, match="mine.py: d_model takes a whole number"):
+        config_from_file("mine.py")
 
 
 def test_results_that_cannot_be_written_are_said_to_be_on_the_screen(tmp_path):
@@ -143,16 +144,6 @@ def test_names_of_nanogpt_lead_to_ours():
 
 
 # -- of a model and of a training -----------------------------------------------------------------
-
-def test_a_config_file_may_be_named_without_its_folder_and_its_types_are_checked(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert config_from_file("laptop") == config_from_file(os.path.join(ROOT, "config", "laptop.py"))
-    with pytest.raises(ConfigError, match="config file lptop does not exist; config/ has .* laptop, "):
-        config_from_file("lptop")
-    (tmp_path / "mine.py").write_text("d_model = 'wide'")
-    with pytest.raises(ConfigError, match="mine.py: d_model takes a whole number"):
-        config_from_file("mine.py")
-
 
 def test_sequences_and_blocks_of_the_wrong_length_are_refused_in_a_sentence():
     with pytest.raises(ModelError, match="whole blocks"):

@@ -106,11 +106,7 @@ def flipped(path):
 
 
 GOOD = dict(text="good")
-
-
 NOISE = [dict(text=random.Random(i).randbytes(2000).hex()) for i in range(40)]
-
-
 BAD = {
     "not JSON": ("a.jsonl", [GOOD, b"{", GOOD], None, "a.jsonl:2: not a JSON object"),
     "an array": ("a.jsonl", [[GOOD, GOOD]], None, "a.jsonl:1: .* one is expected on each line"),

@@ -194,8 +194,6 @@ def test_show_prints_counts_bytes_per_token_and_text(tmp_path):
 
 HELLASWAG = dict(ind=4, activity_label="Roof", ctx_a="A man sits [x] on a roof.", ctx_b="he",
                  label="3", endings=["is  wrapping.", "is [title] ripping", "holds", " starts. "])
-
-
 ROWS = {
     "hellaswag": (HELLASWAG, dict(
         id="4", context="Roof: A man sits on a roof. He", gold=3,
