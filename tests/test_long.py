@@ -15,9 +15,9 @@ def error(got, want):
 def test_mamba_layers_read_131072_tokens_alike_in_chunks_of_any_size():
     """In fp32, against one pass over all of it in fp64. Attention is left out: without its quadratic work
     every token is really read."""
-    model, logits = make_model("mamba_h", torch.float32, n_layer=2, d_model=8, d_state=4, mamba_head_dim=4, seq_len=2048,
-                               block_len=256, chunk_len=64), []
-    model.layers = model.layers[1:]
+    model = make_model("mamba_h", torch.float32, n_layer=2, d_model=8, d_state=4, mamba_head_dim=4, seq_len=2048,
+                       block_len=256, chunk_len=64)
+    model.layers, logits = model.layers[1:], []
     tokens = torch.randint(0, 22, (1, LONG + 256), generator=torch.Generator().manual_seed(3))
     for dtype, chunk in ((torch.float32, 768), (torch.float64, LONG)):
         cache = model.to(dtype).new_cache(1, LONG)

@@ -1,5 +1,5 @@
-"""An export is the checkpoint, bit for bit. Exports that are foreign, damaged or incomplete, a hub that has nothing, and
-mistakes in the command: one sentence each."""
+"""An export is the checkpoint, bit for bit. Exports that are foreign, damaged or incomplete, a hub that has nothing,
+and mistakes in the command: one sentence each."""
 import json
 import os
 import random
