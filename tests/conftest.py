@@ -22,19 +22,21 @@ import torch
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
 torch.set_num_threads(1)
 
-from checkpoint import export, save_checkpoint  # noqa: E402
+from checkpoint import save_checkpoint  # noqa: E402
 from configurator import configure  # noqa: E402
 from data import prepare_stdlib  # noqa: E402
 from decoders import Sampler  # noqa: E402
 from model import BlockDiffusionLM, ModelConfig  # noqa: E402
 from parallel import ROOT, has_fast  # noqa: E402
 from sample import generate, open_engine  # noqa: E402
-from tools import prepare  # noqa: E402
 
 # The four architectures, small: (attn_every, block_len) for 32-token sequences.
 ARCHITECTURES = {"attention": (1, 32), "diffumamba_h": (2, 32), "bdlm_attention": (1, 8), "mamba_h": (2, 8)}
 BLOCK_MODELS = ["bdlm_attention", "mamba_h"]
 NO_FAST = "needs the folder fast/"
+# Each with its block length; and block models with blocks of one token, which are autoregressive.
+BLOCK_LENGTHS = [*((name, block_len) for name, (_, block_len) in ARCHITECTURES.items()),
+                 *((name, 1) for name in BLOCK_MODELS)]
 ENGINES = ["simple", pytest.param("fused", marks=pytest.mark.skipif(not has_fast(), reason=NO_FAST))]
 
 # A training that takes a quarter of a second: four steps of a hybrid of two layers.
@@ -113,21 +115,6 @@ def trained(corpus, tmp_path_factory):
     return out
 
 
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory, corpus):
-    """Untrained checkpoints of a block model and a full-sequence model on bytes."""
-    paths = []
-    for name in ("mamba_h", "attention"):
-        attn_every, block_len = ARCHITECTURES[name]
-        model = BlockDiffusionLM(ModelConfig(
-            vocab_size=258, seq_len=32, block_len=block_len, attn_every=attn_every, n_layer=2, n_head=2,
-            d_model=32, d_state=8, mamba_head_dim=16, chunk_len=4))
-        paths.append(str(tmp_path_factory.mktemp("out") / "ckpt.pt"))
-        save_checkpoint(paths[-1], model, step=0, tokenizer="bytes",
-                        settings=dict(learning_rate=4e-3, data=corpus))
-    return paths
-
-
 QUESTION = dict(task="piqa", id="1", context="a", choices=[" b", " c"], gold=0)
 
 
@@ -145,13 +132,6 @@ def saved(tmp_path):
     save_checkpoint(str(tmp_path / "out" / "ckpt.pt"), model, step=7, tokenizer="bytes",
                     settings=dict(data="data/x", learning_rate=1e-3, out_dir="/home/somebody"))
     return str(tmp_path / "out"), model
-
-
-def exported(saved, **how):
-    """The folder of an export, beside the checkpoint's."""
-    folder = os.path.join(os.path.dirname(saved[0]), "export")
-    export(saved[0], folder, **how)
-    return folder
 
 
 # -- scripts --------------------------------------------------------------------------------------
@@ -212,16 +192,11 @@ def script(name, *argv):
     return status, out.getvalue(), err.getvalue()
 
 
-def data_main(*arguments):
-    """The exit status of `python data.py ...` in this process; its sentence goes to stderr."""
-    from tools import prepare
-    try:
-        prepare.main([str(argument) for argument in arguments])
-    except SystemExit as stop:
-        if isinstance(stop.code, str):
-            print(stop.code, file=sys.stderr)
-        return stop.code if isinstance(stop.code, int) else 1
-    return 0
+def eval_record(*argv):
+    """What eval.py prints in its last line."""
+    status, printed, error = script("eval.py", "--device=cpu", *argv)
+    assert status == 0, error
+    return json.loads(printed.splitlines()[-1])
 
 
 # Processes are forked from a server that has imported what takes seconds.
@@ -287,27 +262,3 @@ def start_ranks(folder, world, *argv, per_node=None):
     return [Child(folder, *argv, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank % per_node),
                   LOCAL_WORLD_SIZE=str(per_node), GROUP_RANK=str(rank // per_node), MASTER_ADDR="localhost",
                   MASTER_PORT=str(port), OMP_NUM_THREADS="1") for rank in range(world)]
-
-
-@pytest.fixture
-def child(monkeypatch):
-    """Starts `python data.py ...` with small shards in a process of its own: forked, so that it has them too."""
-    if "fork" not in multiprocessing.get_all_start_methods():
-        pytest.skip("no fork on this system")
-    monkeypatch.setattr(prepare, "SAVE_TOKENS", 20_000)
-    monkeypatch.setattr(prepare, "BATCH_BYTES", 20_000)
-    monkeypatch.setattr(prepare, "SHARD_TOKENS", 100_000)
-
-    def start(*arguments, before=lambda: None):
-        def run():
-            before()
-            prepare.main([str(argument) for argument in arguments])
-        process = multiprocessing.get_context("fork").Process(target=run)
-        process.start()
-        return process
-    return start
-
-
-def status(process):
-    process.join(60)
-    return process.exitcode

@@ -2,8 +2,6 @@
 import gzip
 import itertools
 import json
-import os
-import time
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +9,9 @@ import pytest
 import torch
 
 import data
-from conftest import ROOT
 from tools import prepare
 
 zstandard = pytest.importorskip("zstandard")
-SHARED = ROOT.parent / "shared" / "data"
-
-
 TEXTS = [f"Document {i}: " + "naïve café \u2713 " * (i % 7 + 1) for i in range(60)]
 
 
@@ -40,8 +34,7 @@ def documents(texts):
 
 def prepared(out, train, val=(), **settings):
     sources = prepare.local_sources(train, "train") + prepare.local_sources(val, "val")
-    settings = dict(dict(shard_tokens=1000), **settings)
-    return prepare.Preparation(out, sources, "bytes", "a test", **settings).run(2)
+    return prepare.Preparation(out, sources, "bytes", "a test", shard_tokens=1000, **settings).run(2)
 
 
 def folder_bytes(folder):
@@ -55,52 +48,16 @@ def make_folder(tmp_path, texts=TEXTS, **settings):
     return tmp_path / "out"
 
 
-# -- tokenizers and packing -----------------------------------------------------------------------
-
-def test_bytes_and_gpt2_share_one_interface():
-    tokenizer = data.get_tokenizer("bytes")
-    assert (tokenizer.n_vocab, tokenizer.eot_token) == (258, 256)
-    assert tokenizer.encode_ordinary("hé") == list("hé".encode())
-    assert tokenizer.decode([104, 195, 169]) == "hé" and tokenizer.decode([257]) == "<|mask|>"
-    with pytest.raises(data.DataError, match="bytes or gpt2"):
-        data.get_tokenizer("gpt3")
-
-
-@pytest.fixture
-def gpt2(monkeypatch):
-    if not (SHARED / "gpt2_bpe").is_dir():
-        pytest.skip("GPT-2's BPE files are not beside the repository")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "gpt2_bpe"))
-    return data.get_tokenizer("gpt2")
-
-
-def test_gpt2_has_its_own_ids_and_the_mask_behind_them_and_counts_the_bytes_of_its_text(gpt2):
-    assert (gpt2.n_vocab, gpt2.eot_token) == (50258, 50256)
-    assert gpt2.encode_ordinary("Hello world") == [15496, 995]
-    assert gpt2.decode([gpt2.n_vocab - 1]) == "<|mask|>"
-    text = "Ĵ ångström \u2713 <|endoftext|> \U0001F600" * 3
-    tokens, n_bytes = data.encode(gpt2, text)
-    assert tokens.tolist() == gpt2.encode_ordinary(text) + [50256]
-    assert data.token_bytes("gpt2")[tokens].sum() == n_bytes == len(text.encode())
-
-
-def test_half_a_surrogate_pair_becomes_the_replacement_character():
-    tokens, n_bytes = data.encode(data.get_tokenizer("bytes"), "a\ud800b")
-    assert bytes(tokens[:-1].tolist()).decode() == "a\ufffdb" and n_bytes == 5
-
-
 def test_documents_are_packed_with_end_of_text_between_them(tmp_path):
     folder = make_folder(tmp_path)
     train = data.TokenData(folder, "train", "bytes")
     expected = [list(text.encode()) + [256] for text in TEXTS]
-    assert train.sequences(1).flatten().tolist() == list(itertools.chain(*expected))
+    assert train.sequences(train.n_tokens)[0].tolist() == list(itertools.chain(*expected))     # across shards
     assert train.documents().tolist() == [[len(x), len(x) - 1] for x in expected]
     assert train.n_bytes == sum(len(text.encode()) for text in TEXTS)
     assert train.n_tokens == train.n_bytes + len(TEXTS) and len(train.shards) > 1
     assert train.bytes_per_token == train.n_bytes / train.n_tokens
 
-
-# -- windows --------------------------------------------------------------------------------------
 
 def test_an_epoch_shows_every_window_once_in_an_order_of_its_own(tmp_path):
     folder = make_folder(tmp_path)
@@ -127,31 +84,6 @@ def test_the_sampler_does_not_depend_on_ranks_micro_batches_or_resuming(tmp_path
     for step in reversed(steps):
         ranks = [again.batch(1, step, rows, 8, 16) for rows in ([6, 7], [0, 1, 2], [3], [4, 5])]
         assert torch.equal(torch.cat(ranks)[[2, 3, 4, 5, 6, 7, 0, 1]], whole[step])
-
-
-def test_windows_run_across_shard_boundaries(tmp_path):
-    folder = make_folder(tmp_path, shard_tokens=10)
-    train = data.TokenData(folder, "train")
-    assert len(train.shards) == -(-train.n_tokens // 10)
-    whole = np.concatenate([np.fromfile(p, "<u2", offset=1024) for p in train.shards])
-    window = train.sequences(77)[1]
-    assert window.dtype == torch.int64 and window.tolist() == whole[77:154].tolist()
-
-
-def test_a_folder_of_5_billion_tokens_opens_in_under_a_second(tmp_path):
-    n, shards = data.SHARD_TOKENS, []
-    for i in range(50):                             # sparse files: they take no room
-        header = np.array([data.MAGIC, data.VERSION, n] + [0] * 253, "<i4").tobytes()
-        (tmp_path / f"train_{i:05d}.bin").write_bytes(header)
-        os.truncate(tmp_path / f"train_{i:05d}.bin", len(header) + 2 * n)
-        shards.append(dict(file=f"train_{i:05d}.bin", tokens=n, sha256=""))
-    splits = dict(train=dict(tokens=50 * n, documents=1, utf8_bytes=n, shards=shards))
-    data.write_json(tmp_path / "meta.json", dict(
-        source="", revision="", tokenizer="gpt2", vocab_size=50258, skipped=0, splits=splits))
-    start = time.monotonic()
-    train = data.TokenData(tmp_path, "train", "gpt2")
-    assert train.batch(0, 10**6, [0], 1, 8192).shape == (1, 8192)
-    assert time.monotonic() - start < 1
 
 
 def test_bits_per_byte_divide_by_the_bytes_of_the_source_documents(tmp_path):
@@ -190,11 +122,9 @@ def test_the_default_corpus_is_the_standard_library_split_by_file(tmp_path):
     fake_stdlib(tmp_path / "lib")
     meta = data.prepare_stdlib(tmp_path / "data" / "stdlib", tmp_path / "lib")
     train, val = (data.TokenData(tmp_path / "data" / "stdlib", s, "bytes") for s in data.SPLITS)
-    texts = [bytes(t for t in d.sequences(1).flatten().tolist() if t < 256).decode()
-             for d in (train, val)]
+    texts = [bytes(t for t in d.sequences(1).flatten().tolist() if t < 256).decode() for d in (train, val)]
     assert len(train.documents()) + len(val.documents()) == 60 and len(val.documents()) > 0
-    assert set(texts[0].split("\n")) - {""} == {f"x = {i}" for i in range(60)} \
-        - set(texts[1].split("\n"))
+    assert set(texts[0].split("\n")) - {""} == {f"x = {i}" for i in range(60)} - set(texts[1].split("\n"))
     assert meta["skipped"] == 1 and [p.name for p in (tmp_path / "data").iterdir()] == ["stdlib"]
     first = folder_bytes(tmp_path / "data" / "stdlib")
     data.prepare_stdlib(tmp_path / "again", tmp_path / "lib")

@@ -1,26 +1,20 @@
 """Evaluation: likelihoods known exactly, the same number for every batch size and rank count, question sets."""
-import hashlib
 import itertools
 import json
 import math
-import os
-import re
 import types
 
 import numpy as np
 import pytest
 import torch
 
-import eval as evaluation
-from checkpoint import save_checkpoint
-from conftest import (ARCHITECTURES, BLOCK_MODELS, QUESTION, make_model, script, start_ranks, write_rows)
-from data import TASKS, get_tokenizer, load_questions, noise_generators
+from conftest import (ARCHITECTURES, BLOCK_LENGTHS, BLOCK_MODELS, QUESTION, eval_record, make_model, start_ranks,
+                      write_rows)
+from data import noise_generators
 from eval import nelbo_figures, ratio, score_answers, task_figures
-from model import BlockDiffusionLM, ModelConfig, ModelError
 from nelbo import masked_cross_entropy, nelbo_counts, sequence_nelbo
 
 all_models = pytest.mark.parametrize("name", ARCHITECTURES)
-block_models = pytest.mark.parametrize("name", BLOCK_MODELS)
 
 
 def ranks(rank=0, world=1):
@@ -41,18 +35,6 @@ def scores_of(model, questions, rule="pll", seed=0, mc=1, budget=4096, rank=0, w
     return score_answers(model, questions, ranks(rank, world), rule, seed, mc, budget)
 
 
-@torch.no_grad()
-def chain_rule(model, x, known=0):
-    """-log p (b,) of tokens `known`.. of x under a model of block length 1, a token at a time."""
-    cache, nll = model.new_cache(len(x), x.size(1)), 0
-    for i in range(x.size(1)):
-        mask = torch.full((len(x), 1), model.config.mask_id)
-        logits = model.denoise(mask, cache, torch.ones(len(x)))[:, 0]
-        nll = nll - logits.log_softmax(-1).gather(1, x[:, i:i + 1])[:, 0] * (i >= known)
-        model.commit(x[:, i:i + 1], cache)
-    return nll
-
-
 def mask_weights(m):
     """All masks (2^m - 1, m) of m tokens but the empty one, and for each the mean of
     (1/t) t^|mask| (1 - t)^(m - |mask|) over t ~ U(1e-3, 1), by quadrature exact for polynomials."""
@@ -65,7 +47,8 @@ def mask_weights(m):
 
 @torch.no_grad()
 def exact_bound(model, x, known=0):
-    """The NELBO in nats of tokens `known`.. of x (s,) given those before, every mask enumerated."""
+    """The NELBO in nats of tokens `known`.. of x (s,) given those before, every mask enumerated. With blocks of one
+    token it is the chain rule, one token after another."""
     c, total = model.config, 0.0
     l = len(x) if c.full_sequence else c.block_len
     for start in range(known // l * l, len(x), l):
@@ -85,25 +68,14 @@ def exact_bound(model, x, known=0):
 
 # -- exact likelihoods ---------------------------------------------------------------------------
 
-@block_models
+@pytest.mark.parametrize("name", BLOCK_MODELS)
 def test_with_block_length_1_the_nelbo_at_t_1_is_the_exact_autoregressive_likelihood(name):
     model = make_model(name, vocab_size=4, seq_len=4, block_len=1)
     x = torch.tensor(list(itertools.product(range(3), repeat=4)))              # all 81 sequences
     nats = sequence_nelbo(model, x, torch.ones_like(x, dtype=torch.bool), torch.ones(81, 4))[:, 0]
-    torch.testing.assert_close(nats, chain_rule(model, x))
+    np.testing.assert_allclose(nats, [exact_bound(model, row) for row in x])
     assert float(torch.exp(-nats).sum()) == pytest.approx(1)
     assert nats.std() > 0.1, "the model must tell the sequences apart"
-
-
-@block_models
-def test_with_block_length_1_both_scores_of_an_answer_are_its_exact_likelihood(name):
-    model = make_model(name, seq_len=8, block_len=1)
-    x = torch.randint(0, 22, (2, 6), generator=torch.Generator().manual_seed(0))
-    questions = [[(row[:4], row[4:])] for row in x.tolist()]
-    exact = chain_rule(model, x, known=4).numpy()
-    np.testing.assert_allclose(scores_of(model, questions)[:, 0], exact)
-    nats = scores_of(model, questions * 100, "nelbo", mc=4).reshape(100, 2)
-    assert (abs(nats.mean(0) - exact) < 3 * nats.std(0, ddof=1) / 10).all()
 
 
 @all_models
@@ -145,18 +117,14 @@ def test_the_evaluated_number_is_the_training_objective_for_the_same_noise(name)
 
 @all_models
 def test_stratified_noise_levels_stay_in_their_strata(name):
-    model = make_model(name)
-    x = torch.zeros(3, 32, dtype=torch.long)
-    whole, is_masked = model.draw_noise(x, noise_generators(5, range(3)))
-    for j in range(4):
-        t, _ = model.draw_noise(x, noise_generators(5, range(3)), stratum=(j, 4))
-        torch.testing.assert_close(t - t.new_tensor(1e-3), (whole - 1e-3 + j * (1 - 1e-3)) / 4)
+    model, x = make_model(name), torch.zeros(3, 32, dtype=torch.long)
+    whole, _ = model.draw_noise(x, noise_generators(5, range(3)))
     counts = counts_of(model, x, seed=5, mc=4, stratified=True)
     for j in range(4):
-        noise = model.draw_noise(x, noise_generators(5, [j << 32 | i for i in range(3)]), (j, 4))
-        np.testing.assert_allclose(counts[:, j], sequence_nelbo(model, x, *noise[::-1]))
-    t, same = model.draw_noise(x, noise_generators(5, range(3)), stratum=(0, 1))
-    assert torch.equal(t, whole) and torch.equal(same, is_masked)
+        t, _ = model.draw_noise(x, noise_generators(5, range(3)), stratum=(j, 4))
+        torch.testing.assert_close(t - 1e-3, (whole - 1e-3 + j * (1 - 1e-3)) / 4)
+        t, is_masked = model.draw_noise(x, noise_generators(5, [j << 32 | i for i in range(3)]), (j, 4))
+        np.testing.assert_allclose(counts[:, j], sequence_nelbo(model, x, is_masked, t))
 
 
 def test_logits_and_log_sum_exp_are_fp32_whatever_the_model_runs_in():
@@ -182,9 +150,7 @@ def test_other_seeds_differ_by_about_the_stated_noise_error():
 def test_a_ratio_and_its_standard_error():
     value, se = ratio(np.array([1., 2., 3., 6.]), np.ones(4))
     assert value == 3 and se == pytest.approx(np.std([1, 2, 3, 6], ddof=1) / 2)
-    value, se = ratio(np.array([2., 4., 6.]), np.array([1., 2., 3.]))          # no spread in the ratio
-    assert value == 2 and se == 0
-    assert math.isnan(ratio(np.array([1.]), np.array([2.]))[1])
+    assert ratio(np.array([2., 4., 6.]), np.array([1., 2., 3.])) == (2, 0)     # no spread in the ratio
 
 
 def test_a_uniform_predictor_scores_the_logarithm_of_the_vocabulary():
@@ -194,9 +160,6 @@ def test_a_uniform_predictor_scores_the_logarithm_of_the_vocabulary():
     f = figures_of(model, x)
     assert abs(f["nelbo"] - math.log(22)) < 3 * f["nelbo_se"] < 0.3
     assert f["bpb"] == pytest.approx(f["nelbo"] / math.log(2)) and f["ppl"] == math.exp(f["nelbo"])
-    torch.nn.init.constant_(model.head.weight, math.nan)
-    with pytest.raises(ModelError, match="training failed"):
-        evaluation.gather(ranks(), counts_of(model, x[:2]))
 
 
 # -- answers -------------------------------------------------------------------------------------
@@ -247,32 +210,30 @@ def test_scores_do_not_depend_on_batches_or_ranks_and_equal_choices_get_equal_no
     assert whole[0, 0] == pytest.approx(whole[0, 1]) and whole[0, 0] != 0
 
 
-@all_models
-def test_the_nelbo_of_an_answer_agrees_with_its_exact_bound(name):
-    """An answer of 4 tokens, two of them in a second block of 8."""
-    model = make_model(name)
+@pytest.mark.parametrize("name, block_len", BLOCK_LENGTHS)
+def test_the_nelbo_of_an_answer_agrees_with_its_exact_bound(name, block_len):
+    """An answer of 4 tokens, two of them in a second block of 8. With blocks of one token both scores are exact."""
+    model = make_model(name, block_len=block_len)
     x = torch.randint(0, 22, (18,), generator=torch.Generator().manual_seed(7))
-    question = [(x[:14].tolist(), x[14:].tolist())]
+    question, exact = [(x[:14].tolist(), x[14:].tolist())], exact_bound(model, x, known=14)
     nats = scores_of(model, [question] * 300, "nelbo", mc=2)[:, 0]
     value, se = ratio(nats, np.ones(300))
-    assert abs(value - exact_bound(model, x, known=14)) < 3 * se < 0.15 * value
+    assert abs(value - exact) < 3 * se < 0.15 * value
+    if block_len == 1:
+        assert scores_of(model, [question]) == pytest.approx(exact)
 
 
 # -- question sets -------------------------------------------------------------------------------
 
-BYTES = get_tokenizer("bytes")
+def make_question(lengths, gold):
+    """A question whose choices have these numbers of tokens, at random."""
+    return dict(pairs=[([7], torch.randint(0, 22, (n,)).tolist()) for n in lengths], cut=0, gold=gold)
 
 
-def make_rows(contexts, choices, gold):
-    return [dict(task="arc_easy", id=str(i), context=c, choices=[" " + x for x in xs], gold=g)
-            for i, (c, xs, g) in enumerate(zip(contexts, choices, gold))]
-
-
-def test_accuracy_per_token_accuracy_ties_and_baselines(tmp_path):
-    rows = make_rows(["q"] * 4, [["a", "bbb"], ["aa", "bb", "cc"], ["a", "b"], ["a", "b"]], [1, 0, 1, 1])
-    rows = load_questions(write_rows(tmp_path / "arc_easy.jsonl", rows), BYTES, 99)
+def test_accuracy_per_token_accuracy_ties_and_baselines():
+    questions = [make_question(*q) for q in (((2, 4), 1), ((3, 3, 3), 0), ((2, 2), 1), ((2, 2), 1))]
     nll = np.array([[2., 3., 0], [1., 2., 3.], [1., 1., 0], [5., 4., 0]])
-    f = task_figures(rows, nll)
+    f = task_figures(questions, nll)
     assert f["acc"] == 100 * (0 + 1 + 0.5 + 1) / 4
     assert f["acc_per_token"] == 100 * (1 + 1 + 0.5 + 1) / 4                   # 3 nats / 4 beat 2 / 2
     assert f["chance"] == pytest.approx(100 * (0.5 + 1 / 3 + 0.5 + 0.5) / 4)
@@ -281,87 +242,22 @@ def test_accuracy_per_token_accuracy_ties_and_baselines(tmp_path):
     assert f["acc_se"] == pytest.approx(100 * np.std([0, 1, 0.5, 1], ddof=1) / 2)
 
 
-def uniform(model):
+def test_a_uniform_model_scores_chance_per_token_and_its_baseline_in_sums():
+    """Questions of 2 to 5 choices of 2 to 7 tokens; then of one length, where both are chance."""
+    g, model = np.random.default_rng(0), make_model("mamba_h", torch.float32)
     torch.nn.init.zeros_(model.head.weight)
-    return model
-
-
-def test_a_uniform_model_scores_chance_per_token_and_its_baseline_in_sums(tmp_path):
-    """Questions of 2 to 5 choices of 1 to 6 tokens; then of one length, where both are chance."""
-    g = np.random.default_rng(0)
-    draw = lambda longest: [[str(g.integers(10 ** k, 10 ** (k + 1))) for k in g.integers(longest, size=n)]
-                            for n in g.integers(2, 6, 200)]
-    model = uniform(make_model("mamba_h", torch.float32, vocab_size=258))
-    for longest in (6, 1):
-        choices = draw(longest)
-        rows = make_rows(["q"] * 200, choices, [int(g.integers(len(c))) for c in choices])
-        rows = load_questions(write_rows(tmp_path / "arc_easy.jsonl", rows), BYTES, 64)
-        f = task_figures(rows, scores_of(model, [row["pairs"] for row in rows]))
+    for longest in (7, 2):
+        questions = [make_question(g.integers(2, longest + 1, n), g.integers(n)) for n in g.integers(2, 6, 200)]
+        f = task_figures(questions, scores_of(model, [q["pairs"] for q in questions]))
         assert f["acc_per_token"] == pytest.approx(f["chance"])
         assert f["acc"] == pytest.approx(f["uniform"])
     assert f["acc"] == pytest.approx(f["chance"])
-    torch.nn.init.normal_(model.head.weight)
-    f = task_figures(rows, scores_of(model, [row["pairs"] for row in rows]))
+    torch.nn.init.normal_(model.head.weight)            # a random model scores chance within its error
+    f = task_figures(questions, scores_of(model, [q["pairs"] for q in questions]))
     assert 0 < abs(f["acc"] - f["chance"]) < 3 * f["acc_se"] < 12
 
 
 # -- the script ----------------------------------------------------------------------------------
-
-def run(*argv):
-    """The record that eval.py prints in its last line."""
-    status, printed, error = script("eval.py", "--device=cpu", *argv)
-    assert status == 0, error
-    return json.loads(printed.splitlines()[-1])
-
-
-def write_six_tasks(folder, questions=8):
-    for task in TASKS:
-        choices = [" a", " b", " c", " d"][:2 if task in ("piqa", "boolq", "winogrande") else 4]
-        write_rows(folder / f"{task}.jsonl",
-                   [dict(QUESTION, task=task, choices=choices, gold=i % 2) for i in range(questions)])
-
-
-def test_everything_of_two_checkpoints_comes_as_tables_and_one_json_line(corpus, checkpoints, tmp_path):
-    write_six_tasks(tmp_path)
-    status, printed, bars = script(
-        "eval.py", f"--checkpoint={checkpoints[0]},{os.path.dirname(checkpoints[1])}", f"--data={corpus}",
-        f"--mcqa={tmp_path}", "--generate=3", "--prompt_len=9", "--length=20", f"--judge={checkpoints[1]}",
-        "--mc=2", "--stratified", f"--out={tmp_path / 'eval.json'}", "--sequences=20", "--device=cpu")
-    assert status == 0
-    for bar in ("perplexity", "winogrande", "generation", "judge"):
-        assert re.search(rf"{bar}: +\d+%.*\[\d\d:\d\d<", bars), "no bar with an ETA"
-    lines = printed.strip().splitlines()
-    record = json.loads(lines[-1])
-    assert record == json.loads((tmp_path / "eval.json").read_text())
-    wanted = dict(seed=1337, samples=2, stratified=True, score="pll", dtype="float32", logits="float32")
-    assert wanted.items() <= record["protocol"].items() and record["ranks"] == 1
-    assert {"torch", "python", "name", "device"} <= set(record["hardware"])
-    for r, kind, path in zip(record["results"], ("mamba_h", "attention"), checkpoints):
-        text, made = r["text"][corpus], r["generate"]
-        assert r["sha256"] == hashlib.sha256(open(path, "rb").read()).hexdigest()
-        assert r["judge"]["sha256"] == record["results"][1]["sha256"] and r["tokenizer"] == "bytes"
-        assert r["model"] == kind and text["sequences"] == 20 and text["tokens"] == 20 * 32
-        assert 0 < text["bytes"] <= text["tokens"] and text["documents"] >= 1 and text["tok_per_s"] > 0
-        assert abs(text["nelbo"] - math.log(257)) < 4 * text["nelbo_se"]
-        assert {f"{key}_se" for key in ("nelbo", "ppl", "bpb", "acc")} <= set(text)
-        assert set(r["mcqa"]) == {*TASKS, "macro"} and r["mcqa"]["boolq"]["majority"] == 50
-        assert r["mcqa"]["macro"]["acc"] == r["mcqa"]["macro"]["chance"] == 37.5    # the head is zero
-        assert made["generated"]["texts"] == made["validation"]["texts"] == 3
-        assert made["generated"]["distinct_2"] > made["validation"]["distinct_2"]
-        assert made["generated"]["nelbo"] > 0 and made["validation"]["nelbo_se"] > 0
-    head, ours, _ = lines[-4:-1]
-    assert "c4 PPL" in head and "MCQA" in head and len(head) == len(ours)
-
-
-@pytest.fixture
-def random_weights(checkpoints, tmp_path):
-    """The block model's checkpoint with weights at random: a zero head would score all alike."""
-    record = torch.load(checkpoints[0])
-    model = BlockDiffusionLM(ModelConfig(**record["config"]))
-    torch.nn.init.normal_(model.head.weight, std=0.5)
-    save_checkpoint(str(tmp_path / "random.pt"), model, **{k: record[k] for k in ("step", "tokenizer", "settings")})
-    return tmp_path / "random.pt"
-
 
 def digits(value, name=""):
     """(name, value) of all numbers in a nested result but times."""
@@ -372,13 +268,13 @@ def digits(value, name=""):
             yield f"{name}{key}", part
 
 
-def test_batch_1_batch_8_and_two_processes_give_the_same_digits(corpus, random_weights, tmp_path):
+def test_batch_1_batch_8_and_two_processes_give_the_same_digits(corpus, saved, tmp_path):
     write_rows(tmp_path / "piqa.jsonl", [dict(QUESTION, context="x" * n, choices=[" b" * (n % 3 + 1), " cd"])
                                          for n in range(1, 20)])
-    argv = [f"--checkpoint={random_weights}", f"--data={corpus}", f"--mcqa={tmp_path}",
+    argv = [f"--checkpoint={saved[0]}", f"--data={corpus}", f"--mcqa={tmp_path}",
             "--sequences=20", "--generate=5", "--prompt_len=9", "--length=20"]
     ranks = start_ranks(tmp_path, 2, "eval.py", "--device=cpu", *argv)
-    records = [run(*argv, f"--batch_size={size}") for size in (1, 8)]
+    records = [eval_record(*argv, f"--batch_size={size}") for size in (1, 8)]
     for status, _, error in [rank.end() for rank in ranks]:
         assert status == 0, error
     records.append(json.loads(ranks[0].printed()[0].splitlines()[-1]))

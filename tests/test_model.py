@@ -1,6 +1,5 @@
 """What the README says of the model, each sentence as a test. fp64 wherever it is an equality."""
 import dataclasses
-import os
 
 import numpy as np
 import pytest
@@ -8,9 +7,8 @@ import torch
 
 import paper
 from checkpoint import load_model, save_checkpoint
-from configurator import UserError
-from conftest import ARCHITECTURES, BLOCK_MODELS, ROOT, make_batch, make_model
-from model import BlockDiffusionLM, ModelConfig, config_from_file
+from conftest import ARCHITECTURES, BLOCK_LENGTHS, BLOCK_MODELS, make_batch, make_model
+from model import BlockDiffusionLM, config_from_file
 
 PARAMETERS = {
     "attention_87m": 89_172_160, "bdlm_attention_87m": 89_172_160,
@@ -31,43 +29,19 @@ def test_parameter_counts_are_the_papers_to_the_unit(name):
     assert f"{n_params / 1e6:.2f}" == f"{paper.PARAMS[name]:.2f}"
 
 
-def test_every_config_file_describes_a_model():
-    files = list(ROOT.glob("config/*.py"))
-    assert len(files) >= 13 and all(isinstance(config_from_file(path), ModelConfig) for path in files)
-
-
-@all_models
+@pytest.mark.parametrize("name, block_len", BLOCK_LENGTHS)
 @both_times
-def test_cached_logits_equal_all_block_logits_for_every_block(name, time_conditioning):
-    model = make_model(name, time_conditioning=time_conditioning)
+def test_cached_logits_equal_all_block_logits_for_every_block(name, block_len, time_conditioning):
+    """With blocks of one token this is an autoregressive model."""
+    model = make_model(name, block_len=block_len, time_conditioning=time_conditioning)
     x0, xt, t = make_batch(model)
-    l = model.config.block_len
     logits = model.all_block_logits(x0, xt, t)
     cache = model.new_cache(3, 32)
-    for i in range(32 // l):
-        block = slice(i * l, i * l + l)
+    for i in range(32 // block_len):
+        block = slice(i * block_len, (i + 1) * block_len)
         torch.testing.assert_close(model.denoise(xt[:, block], cache, t[:, i]), logits[:, block])
-        if i + 1 < 32 // l:
+        if (i + 1) * block_len < 32:
             model.commit(x0[:, block], cache)
-
-
-@block_models
-@pytest.mark.parametrize("chunk_tokens", [8, 16, 4096])
-def test_a_prefix_read_in_chunks_leaves_the_same_cache(name, chunk_tokens):
-    model = make_model(name)
-    x0, xt, t = make_batch(model)
-    cache = model.new_cache(3, 32)
-    read = []
-    model.prefill(x0[:, :24], cache, chunk_tokens, read.append)
-    assert sum(read) == 24 and len(read) == (1 if chunk_tokens == 4096 else 3)
-    torch.testing.assert_close(model.denoise(xt[:, 24:], cache, t[:, 3]),
-                               model.all_block_logits(x0, xt, t)[:, 24:])
-
-
-def contents(cache, length):
-    """Copies of all that a cache holds of its first `length` tokens."""
-    return [part[:, :, :length].clone() if part.size(2) == cache.max_len else part.clone()
-            for state in cache.layers for part in state]
 
 
 @block_models
@@ -76,83 +50,67 @@ def test_the_cache_is_bit_identical_for_every_t(name):
     the caches come out equal whatever t the blocks between were denoised at."""
     model = make_model(name, time_conditioning=True)
     x0, xt, _ = make_batch(model)
-    whole = model.new_cache(3, 32)
+
+    def contents(cache):
+        return [part.clone() for state in cache.layers for part in state]
+    whole = model.new_cache(3, 24)
     model.prefill(x0[:, :24], whole)
     caches = []
     for level in (0.001, 0.5, 1.0):
-        cache = model.new_cache(3, 32)
+        cache = model.new_cache(3, 24)
         for i in range(3):
             model.denoise(xt[:, 8 * i:8 * i + 8], cache, torch.full((3,), level))
             model.commit(x0[:, 8 * i:8 * i + 8], cache)
-        before = contents(cache, 24)
+        before = contents(cache)
         a = model.denoise(xt[:, 24:], cache, torch.full((3,), level))
         b = model.denoise(xt[:, 24:], cache, torch.full((3,), 0.7))
         assert not torch.equal(a, b), "t must reach the active block"
-        caches.append(contents(cache, 24))
-        for p, q, r, one_pass in zip(before, caches[-1], caches[0], contents(whole, 24)):
+        caches.append(contents(cache))
+        for p, q, r, one_pass in zip(before, caches[-1], caches[0], contents(whole)):
             assert torch.equal(p, q) and torch.equal(q, r)
             torch.testing.assert_close(q, one_pass)
 
 
 @block_models
-def test_a_noisy_or_future_token_changes_no_other_block_and_no_cache(name):
+def test_a_noisy_token_changes_its_own_block_alone_and_a_clean_one_later_blocks_alone(name):
     model = make_model(name)
     x0, xt, t = make_batch(model, batch=1)
-    logits = model.all_block_logits(x0, xt, t)
+    blocks = model.all_block_logits(x0, xt, t).split(8, 1)
+
+    def changed_blocks(x0, xt):
+        return [not torch.equal(a, b) for a, b in zip(model.all_block_logits(x0, xt, t).split(8, 1), blocks)]
     for j in range(4):
-        block = slice(8 * j, 8 * j + 8)
-        changed = xt.clone()
-        changed[:, 8 * j + 3] = (changed[:, 8 * j + 3] + 1) % model.config.vocab_size
-        other = model.all_block_logits(x0, changed, t)
-        same = [torch.equal(other[:, 8 * i:8 * i + 8], logits[:, 8 * i:8 * i + 8]) for i in range(4)]
-        assert same == [i != j for i in range(4)], "a noisy token is seen by its own block alone"
-        future = x0.clone()
-        future[:, block] = (future[:, block] + 1) % model.config.mask_id
-        other = model.all_block_logits(future, xt, t)
-        same = [torch.equal(other[:, 8 * i:8 * i + 8], logits[:, 8 * i:8 * i + 8]) for i in range(4)]
-        assert same == [i <= j for i in range(4)], "a clean token is seen by later blocks alone"
+        noisy, clean = xt.clone(), x0.clone()
+        noisy[:, 8 * j + 3] = (noisy[:, 8 * j + 3] + 1) % model.config.vocab_size
+        assert changed_blocks(x0, noisy) == [i == j for i in range(4)]
+        clean[:, 8 * j:8 * j + 8] = (clean[:, 8 * j:8 * j + 8] + 1) % model.config.mask_id
+        assert changed_blocks(clean, xt) == [i > j for i in range(4)]
 
 
-def test_block_losses_reach_every_earlier_clean_token_through_mamba_states_alone():
-    model = make_model("mamba_h")
-    for layer in model.layers[::2]:
-        layer.mixer.out_proj.weight.data.zero_()        # cut every attention layer
-    x0, xt, t = make_batch(model, batch=1)
-    inputs = []
-    embed = model.embed.forward
-    model.embed.forward = lambda tokens: inputs.append(embed(tokens).detach().requires_grad_()) or inputs[-1]
-    logits = model.all_block_logits(x0, xt, t)[..., :-1]
-    clean = inputs[0]                                   # (1, 24, d): blocks 0..2
-    for k in range(4):
-        loss = logits[:, 8 * k:8 * k + 8].logsumexp(-1).sum()
-        grad, = torch.autograd.grad(loss, clean, retain_graph=True, allow_unused=True)
-        reached = grad[0].abs().sum(-1) > 0
-        assert reached[:8 * k].all() and not reached[8 * k:].any()
-
-
-@pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])
-def test_a_detached_prefix_changes_gradients_but_not_the_loss(name):
-    """The ablation: no loss reaches an earlier block's clean tokens, which the objective itself trains."""
-    losses, through_prefix = [], []
+@block_models
+def test_block_losses_reach_every_earlier_clean_token_unless_the_prefix_is_detached(name):
+    """In the hybrid they do so through Mamba states alone: its attention layers are cut."""
+    logits = {}
     for detach in (False, True):
         model = make_model(name, detach_prefix=detach)
-        x0 = torch.randint(0, 21, (1, 32))
-        x0[0, 0] = 21                                   # a token that appears in the first block alone
-        xt = torch.full_like(x0, model.config.mask_id)
-        hidden = model.all_block_hidden(x0, xt, torch.full((1, 4), 0.5, dtype=torch.float64))
-        loss = hidden[:, 8:].square().mean()
-        loss.backward()
-        losses.append(loss.item())
-        through_prefix.append(float(model.embed.weight.grad[21].norm()))
-    assert losses[0] == losses[1] and through_prefix[0] > 0 and through_prefix[1] == 0
+        for layer in model.layers[::2] if model.config.hybrid else ():
+            layer.mixer.out_proj.weight.data.zero_()
+        x0, xt, t = make_batch(model, batch=1)
+        inputs, embed = [], model.embed.forward
+        model.embed.forward = lambda tokens: inputs.append(embed(tokens).detach().requires_grad_()) or inputs[-1]
+        logits[detach] = model.all_block_logits(x0, xt, t)[..., :-1]
+        clean = inputs[0]                               # (1, 24, d): blocks 0..2
+        for k, block in enumerate(logits[detach].split(8, 1)):
+            grad, = torch.autograd.grad(block.logsumexp(-1).sum(), clean, retain_graph=True, materialize_grads=True)
+            assert (grad[0] != 0).any(-1).tolist() == [i < 8 * k and not detach for i in range(24)]
+    assert torch.equal(*logits.values()), "a detached prefix changes gradients alone"
 
 
 @pytest.mark.parametrize("silent, unmoved", [("rev", slice(0, 5)), ("fwd", slice(6, 8))])
 def test_the_forward_scan_reads_what_came_before_and_the_reverse_scan_what_comes_after(silent, unmoved):
     """Token 5 of 8 moves, with the other direction cut out."""
-    mixer = make_model("mamba_h").layers[1].mixer
+    mixer, u = make_model("mamba_h").layers[1].mixer, torch.randn(2, 8, 16, dtype=torch.float64)
     getattr(mixer, silent).out_proj.weight.data.zero_()
-    u = torch.randn(2, 8, 16, dtype=torch.float64)
     changed = u.clone()
     changed[:, 5] += 1
     moved = (mixer.scan_both(u) != mixer.scan_both(changed)).any(-1).any(0)
@@ -169,57 +127,27 @@ def test_without_its_reverse_scan_a_mamba_layer_is_its_forward_scan():
 def test_all_block_loss_is_the_sum_of_per_block_losses_with_the_same_gradients(name, time_conditioning):
     model = make_model(name, time_conditioning=time_conditioning)
     x0, xt, t = make_batch(model, batch=2)
-    is_masked = xt == model.config.mask_id
-    l = model.config.block_len
-    whole = model.loss(x0, is_masked, t)
-    grads = torch.autograd.grad(whole, list(model.parameters()), allow_unused=True)
-    total = 0
+    is_masked, l, total = xt == model.config.mask_id, model.config.block_len, 0
     for k in range(32 // l):                            # block k alone, after its clean prefix
-        stop = 8 * k + l
+        stop = (k + 1) * l
         only = is_masked[:, :stop].clone()
         only[:, :stop - l] = False
         total = total + model.loss(x0[:, :stop], only, t[:, :k + 1]) * stop / 32
+    whole = model.loss(x0, is_masked, t)
     torch.testing.assert_close(total, whole)
-    for a, b in zip(torch.autograd.grad(total, list(model.parameters()), allow_unused=True), grads):
-        a, b = (torch.zeros(()) if g is None or not g.any() else g for g in (a, b))
+    for a, b in zip(*(torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
+                      for loss in (total, whole))):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("attn_every", [1, 2])
-def test_a_full_sequence_model_is_a_block_model_with_one_block(attn_every):
-    full = make_model("attention" if attn_every == 1 else "diffumamba_h")
+@pytest.mark.parametrize("name", ["attention", "diffumamba_h"])
+def test_a_full_sequence_model_is_a_block_model_with_one_block(name):
+    full = make_model(name)
     block = BlockDiffusionLM(dataclasses.replace(full.config, seq_len=64, block_len=32)).double()
     block.load_state_dict(full.state_dict())
     x0, xt, t = make_batch(full)
     assert block.config.full_sequence is False and full.config.full_sequence is True
     torch.testing.assert_close(block.all_block_logits(x0, xt, t), full.all_block_logits(x0, xt, t))
-
-
-@block_models
-def test_block_length_one_is_an_autoregressive_model(name):
-    model = make_model(name, block_len=1)
-    x0, xt, t = make_batch(model, batch=2)
-    masked = torch.full_like(x0, model.config.mask_id)
-    logits = model.all_block_logits(x0, masked, torch.ones(2, 32))
-    cache = model.new_cache(2, 32)
-    for i in range(32):
-        torch.testing.assert_close(model.denoise(masked[:, :1], cache, torch.ones(2)), logits[:, i:i + 1])
-        model.commit(x0[:, i:i + 1], cache)
-
-
-def test_the_mask_token_has_probability_zero():
-    model = make_model("mamba_h")
-    assert (model.all_block_logits(*make_batch(model))[..., -1] == float("-inf")).all()
-
-
-def test_weight_decay_falls_on_matrices_only():
-    model = make_model("mamba_h")
-    decay, rest = model.param_groups(0.1)
-    names = {id(p): n for n, p in model.named_parameters()}
-    assert {names[id(p)].rsplit(".", 1)[-1] for p in rest["params"]} <= {
-        "bias", "weight", "norm_weight", "conv_bias", "A_log", "dt_bias", "D"}
-    assert all("norm" in names[id(p)] for p in rest["params"] if names[id(p)].endswith("weight"))
-    assert len(decay["params"]) + len(rest["params"]) == len(names) and rest["weight_decay"] == 0
 
 
 def test_timesteps_have_the_precision_of_the_model():
@@ -231,7 +159,16 @@ def test_timesteps_have_the_precision_of_the_model():
     np.testing.assert_allclose(inside[0][0, :128].numpy(), np.cos(1000 * float(t) * freq), atol=1e-12)
 
 
-# -- files --
+@block_models
+def test_a_cache_grows_with_its_length_in_attention_layers_alone(name):
+    """By their keys and values; Mamba layers keep a constant state, the scan's part of it in fp32."""
+    model = make_model(name, torch.bfloat16)
+    c, short, long = model.config, model.new_cache(2, 32), model.new_cache(2, 64)
+    states = [state for i, state in enumerate(long.layers) if i % c.attn_every]
+    assert len(states) == (2 if c.hybrid else 0)
+    assert long.nbytes - short.nbytes == 2 * 32 * 2 * c.d_model * 2 * (4 - len(states))  # rows, tokens, k and v, bytes
+    assert all(ssm.dtype == torch.float32 and conv.dtype == torch.bfloat16 for conv, ssm in states)
+
 
 def test_a_checkpoint_comes_back_as_it_was(tmp_path):
     model, path = make_model("mamba_h", torch.float32), str(tmp_path / "ckpt.pt")
@@ -240,55 +177,3 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path):
     assert record["step"] == 3 and again.config == model.config
     for name, weight in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], weight), name
-
-
-class Planted:
-    """What a pickle would run when it is read."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
-def test_a_damaged_or_foreign_checkpoint_is_refused_and_reading_never_runs_code(tmp_path):
-    path, ran = str(tmp_path / "ckpt.pt"), tmp_path / "ran"
-    save_checkpoint(path, make_model("mamba_h"))
-    whole = open(path, "rb").read()
-    for damaged in (whole[:len(whole) // 2], b"", b"not a checkpoint"):
-        open(path, "wb").write(damaged)
-        with pytest.raises(UserError, match="not a whole nanoBDLM checkpoint"):
-            load_model(path)
-    for foreign in ({"a": 1}, {"model": Planted(str(ran))}):
-        torch.save(foreign, path)
-        with pytest.raises(UserError, match="not a whole nanoBDLM checkpoint"):
-            load_model(path)
-    assert not ran.exists()
-
-
-def test_a_failed_save_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
-    model, path = make_model("mamba_h"), str(tmp_path / "ckpt.pt")
-    save_checkpoint(path, model, step=1)
-    def full_disk(record, f):
-        f.write(b"half a checkpoint")
-        raise OSError(28, "No space left on device")
-    for failure in (full_disk, lambda record, f: (_ for _ in ()).throw(KeyboardInterrupt())):
-        monkeypatch.setattr(torch, "save", failure)
-        with pytest.raises((UserError, KeyboardInterrupt)):
-            save_checkpoint(path, model, step=2)
-        assert load_model(path)[1]["step"] == 1
-        assert os.listdir(tmp_path) == ["ckpt.pt"]
-
-
-@block_models
-def test_a_cache_grows_with_its_length_in_attention_layers_alone(name):
-    """By their keys and values; Mamba layers keep a constant state, the scan's part of it in fp32."""
-    c = make_model(name).config
-    model = make_model(name, torch.bfloat16)
-    short, long = model.new_cache(2, 32), model.new_cache(2, 64)
-    attention = sum(i % c.attn_every == 0 for i in range(c.n_layer))
-    assert long.nbytes - short.nbytes == 2 * 32 * 2 * c.d_model * 2 * attention    # rows, tokens, k and v, bytes
-    states = [state for i, state in enumerate(long.layers) if i % c.attn_every]
-    assert all(ssm.dtype == torch.float32 and conv.dtype == torch.bfloat16 for conv, ssm in states)
-    assert len(states) == c.n_layer - attention

@@ -9,14 +9,13 @@ import pytest
 from conftest import ROOT, TINY, script
 from parallel import has_fast
 
-PAGES = {os.path.relpath(path, ROOT): open(path, encoding="utf-8").read()
-         for path in glob.glob(os.path.join(ROOT, "*.md")) + glob.glob(os.path.join(ROOT, "docs", "*.md"))
-         + [os.path.join(ROOT, "tests", "README.md")]}
+PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+         for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "tests" / "README.md")}
 README = PAGES["README.md"]
 SCREEN = README[:README.index("\n## ")]                                         # what stands before the first section
 LAPTOP = README[:re.search(r"^## .*GPU", README, re.M).start()]                 # and before the first that wants a GPU
-SOURCES = {os.path.basename(path.removesuffix("/__init__.py").removesuffix(".py")): open(path, encoding="utf-8").read()
-           for folder in ("", "fast", "tools") for path in glob.glob(os.path.join(ROOT, folder, "*.py"))}
+SOURCES = {path.parent.name if path.stem == "__init__" else path.stem: path.read_text(encoding="utf-8")
+           for folder in (".", "fast", "tools") for path in (ROOT / folder).glob("*.py")}
 
 
 def commands(text):

@@ -20,6 +20,7 @@ from fast import decoder, inference, plain  # noqa: E402
 from fast.inference import inference_model  # noqa: E402
 from model import ModelError  # noqa: E402
 from sample import generate, generate_naive, open_engine  # noqa: E402
+from test_ops import scan_inputs  # noqa: E402
 
 both_times = pytest.mark.parametrize("time_conditioning", [False, True])
 
@@ -75,13 +76,6 @@ def test_an_engine_runs_in_the_dtype_that_it_is_asked_for(engine, dtype):
     assert opened.new_cache(1, 8).layers[0][0].dtype == dtype
 
 
-def test_an_engine_that_cannot_run_is_refused_in_a_sentence():
-    model = make_model("mamba_h", torch.float32)
-    for engine, message in (("graphs", "the model is on the CPU"), ("sideways", "must be one of")):
-        with pytest.raises(ConfigError, match=message):
-            open_engine(engine, model)
-
-
 def test_a_finished_block_is_in_the_cache_when_it_is_flushed():
     """The fast engine's cache is a block behind. `begin` counts that block, and a flush brings the cache up."""
     model = make_model("mamba_h", torch.float32)
@@ -112,9 +106,12 @@ def test_the_model_that_was_prepared_stays_valid(name):
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and len(before) == len(model.state_dict())
 
 
-def test_a_prepared_model_refuses_what_it_cannot_do_in_a_sentence():
-    model = inference_model(make_model("mamba_h"), torch.float32)
-    x0, xt, t = make_batch(model)
+def test_an_engine_that_cannot_run_and_what_a_prepared_model_cannot_do_is_refused_in_a_sentence():
+    model = make_model("mamba_h")
+    for engine, message in (("graphs", "the model is on the CPU"), ("sideways", "must be one of")):
+        with pytest.raises(ConfigError, match=message):
+            open_engine(engine, model)
+    (x0, xt, t), model = make_batch(model), inference_model(model, torch.float32)
     with pytest.raises(ModelError, match="prepared for generation; train and score with"):
         model.all_block_logits(x0, xt, t)
     with pytest.raises(ModelError, match="trained with blocks of 8 tokens and cannot denoise a block of 4"):
@@ -186,14 +183,6 @@ def test_positions_that_nobody_asks_for_may_be_left_out_of_the_last_layer(name, 
             for part, other in zip(a, b):
                 keys = part.size(2) == 24               # of which what is behind the length may be anything
                 torch.testing.assert_close(*((u[i, :, :n] if keys else u[i]) for u in (part, other)))
-
-
-def scan_inputs(s):
-    b, h, p, n = 2, 3, 4, 5
-    raw = dict(x=torch.randn(b, s, h, p), dt=torch.rand(b, s, h) + 0.01, A=-4 * torch.rand(h),
-               B=torch.randn(b, s, n), C=torch.randn(b, s, n), D=torch.randn(h),
-               initial_state=torch.randn(b, h, p, n))
-    return {k: v.double() for k, v in raw.items()}
 
 
 def test_both_ways_are_a_scan_and_a_scan_of_the_reversed_tokens():

@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-if not os.path.exists(os.path.join(ROOT, "fast", "__init__.py")):
-    pytest.skip("needs the folder fast/, which holds the kernels", allow_module_level=True)
+from conftest import need_fast
+
+need_fast()
 GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"

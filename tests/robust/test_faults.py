@@ -6,7 +6,7 @@ import runpy
 import signal
 import subprocess
 import sys
-from io import BytesIO
+import time
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,11 @@ import data
 import train
 from checkpoint import load_checkpoint, save_checkpoint
 from configurator import ConfigError, UserError
-from conftest import ROOT, TINY, Child, make_model, read_log, run_train, script, signals_put_back
+from conftest import ROOT, TINY, Child, make_model, read_log, run_train, script, signals_put_back, start_ranks
 from files import misfit, write_file
 from model import ModelError
 from parallel import ShardedAdamW
+from test_data import fake_stdlib
 from train import Log
 
 TIMES = {"ms", "tok_per_s", "memory"}
@@ -69,21 +70,32 @@ def test_an_interrupt_of_the_validation_that_is_made_up_for_loses_it_neither(cor
     assert log_of(tmp_path) == log_of(trained)
 
 
-def test_last_steps_that_are_not_finite_never_replace_a_good_checkpoint(corpus, tmp_path):
-    out = str(tmp_path)
-
+def poison(steps):
+    """Makes the gradients of these steps, which count from 1, not finite."""
     def patch(module):
         class Poisoned(ShardedAdamW):
             count = 0
 
             def reduce(self):
                 self.count += 1
-                return super().reduce() * (float("nan") if self.count >= 3 else 1)
+                return super().reduce() * (float("nan") if self.count in steps else 1)
         module.ShardedAdamW = Poisoned
-    with pytest.raises(ModelError, match="not finite; lower learning_rate; .*is the last good checkpoint"):
-        run_train(TINY + [f"--data={corpus}", f"--out_dir={out}"], patch=patch)
-    record = load_checkpoint(f"{out}/ckpt.pt")
-    assert record["step"] == 2 and record["skipped"] == 0
+    return patch
+
+
+def test_a_step_that_is_not_finite_is_skipped_three_in_a_row_stop_a_run_and_none_replaces_a_good_checkpoint(
+        corpus, tmp_path, capsys):
+    argv = TINY + [f"--data={corpus}"]
+    run_train(argv + [f"--out_dir={tmp_path}/skipped"], patch=poison({2, 3}))
+    assert capsys.readouterr().out.count("step skipped") == 2
+    for name, steps, more, message in (
+            ("middle", {3, 4, 5}, ["--max_iters=9"], "three steps in a row"),
+            ("last", {3, 4}, [], "not finite; lower learning_rate; .*is the last good checkpoint")):
+        with pytest.raises(ModelError, match=message):
+            run_train(argv + [f"--out_dir={tmp_path}/{name}", *more], patch=poison(steps))
+        record = load_checkpoint(f"{tmp_path}/{name}/ckpt.pt")
+        assert record["step"] == 2 and record["skipped"] == 0
+        assert all(p.isfinite().all() for p in record["model"].values())
 
 
 def test_weights_that_are_not_finite_are_never_saved_and_never_used(corpus, trained, tmp_path):
@@ -104,16 +116,6 @@ def test_weights_that_are_not_finite_are_never_saved_and_never_used(corpus, trai
     for name in ("sample.py", "eval.py"):
         status, printed, error = script(name, f"--checkpoint={tmp_path}/nan.pt", "--device=cpu")
         assert status == 1 and "weights that are not finite" in error and printed.count("\n") < 2
-
-
-def test_a_log_whose_checkpoint_was_moved_is_not_overwritten(corpus, tmp_path):
-    argv = TINY + [f"--data={corpus}", f"--out_dir={tmp_path}"]
-    run_train(argv)
-    before = log_of(tmp_path)
-    os.rename(tmp_path / "ckpt.pt", tmp_path / "moved.pt")
-    with pytest.raises(ConfigError, match="log.jsonl holds a run; move it away, or choose another --out_dir"):
-        run_train(argv)
-    assert log_of(tmp_path) == before
 
 
 def test_a_log_that_cannot_be_rewritten_stays_as_it_was(tmp_path, monkeypatch):
@@ -137,6 +139,38 @@ def test_a_full_stdout_ends_sampling_in_a_sentence(trained):
                               stderr=subprocess.PIPE, text=True, timeout=100)
     assert done.returncode == 1 and not re.search("Traceback|ignored", done.stderr)
     assert done.stderr.splitlines()[-1].startswith("sample.py: an output: No space left on device")
+
+
+def test_a_run_whose_terminal_closes_saves_and_says_how_to_go_on(corpus, tmp_path):
+    process = Child(tmp_path, "train.py", *TINY, f"--data={corpus}", f"--out_dir={tmp_path}/out", "--max_iters=100000",
+                    "--eval_interval=100000")
+    process.wait_for("loss")
+    status, printed, _ = process.end(signal.SIGHUP)
+    assert status == 128 + signal.SIGHUP and "go on with --resume" in printed
+    assert load_checkpoint(tmp_path / "out" / "ckpt.pt")["step"] == read_log(tmp_path / "out")[-1]["step"] >= 1
+
+
+def test_a_lost_process_ends_the_others_with_a_sentence(corpus, tmp_path):
+    path = tmp_path / "out" / "ckpt.pt"
+    first, second = start_ranks(tmp_path, 2, "train.py", *TINY, f"--data={corpus}", f"--out_dir={path.parent}",
+                                "--max_iters=100000", "--dist_timeout=20")
+    deadline = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    second.end(signal.SIGKILL)
+    status, _, message = first.end()
+    assert status == 1 and "another process of this run is gone or silent" in message and "--resume" in message
+    assert load_checkpoint(path)["step"] >= 2
+
+
+def test_eval_only_prints_the_validation_and_writes_nothing(corpus, trained, tmp_path, capsys):
+    before, none = {path: path.stat().st_mtime_ns for path in Path(trained).iterdir()}, tmp_path / "none"
+    for argv, loss in (([f"--out_dir={trained}", "--resume"], f"{read_log(trained)[-1]['val_loss']:.4f} nats"),
+                       ([f"--out_dir={none}"], "")):
+        with pytest.raises(SystemExit, match="^0$"):
+            run_train([*TINY, f"--data={corpus}", *argv, "--eval_only"])
+        assert f"validation {loss}" in capsys.readouterr().out.splitlines()[-1]
+    assert before == {path: path.stat().st_mtime_ns for path in Path(trained).iterdir()} and not none.exists()
 
 
 def test_when_nobody_reads_on_training_saves_and_ends(corpus, tmp_path):
@@ -244,22 +278,24 @@ def test_a_run_is_neither_overwritten_nor_trained_twice_at_once(corpus, tmp_path
     run_train(argv + ["--resume"])
     assert read_log(out) == log
     assert "ckpt.pt is at step 4 of 4 already; raise --max_iters" in capsys.readouterr().out
+    os.remove(f"{out}/ckpt.pt")
+    with pytest.raises(ConfigError, match="log.jsonl holds a run; move it away, or choose another --out_dir"):
+        run_train(argv)
+    assert read_log(out) == log
 
 
-def test_damage_to_a_checkpoint_is_found(corpus, tmp_path):
-    argv = TINY + [f"--data={corpus}", f"--out_dir={tmp_path}"]
-    run_train(argv)
-    path = tmp_path / "ckpt.pt"
-    whole = path.read_bytes()
-    middle = len(whole) // 2
-    path.write_bytes(whole[:middle] + bytes(255 - b for b in whole[middle:middle + 50]) + whole[middle + 50:])
-    with pytest.raises(UserError, match="damaged"):
-        run_train(argv + ["--resume", "--max_iters=5"])
-    record = torch.load(BytesIO(whole), weights_only=True)
-    del record["optimizer"]
-    torch.save(record, path)
-    with pytest.raises(UserError, match="record has no optimizer"):
-        run_train(argv + ["--resume", "--max_iters=5"])
+def test_a_failed_save_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
+    model, path = make_model("mamba_h"), str(tmp_path / "ckpt.pt")
+    save_checkpoint(path, model, step=1)
+
+    def half_written(record, f):
+        f.write(b"half a checkpoint")
+        raise failure
+    monkeypatch.setattr(torch, "save", half_written)
+    for failure in (OSError(28, "No space left on device"), KeyboardInterrupt()):
+        with pytest.raises((UserError, KeyboardInterrupt)):
+            save_checkpoint(path, model, step=2)
+        assert load_checkpoint(path)["step"] == 1 and os.listdir(tmp_path) == ["ckpt.pt"]
 
 
 def test_a_line_of_the_log_that_cannot_be_written_does_not_end_training(tmp_path, capsys, monkeypatch):
@@ -312,9 +348,7 @@ def test_temporary_files_follow_no_planted_link_and_new_files_heed_the_umask(tmp
     umask = os.umask(0o027)
     try:
         write_file(str(tmp_path / "result"), "new")
-        (tmp_path / "lib").mkdir()
-        for i in range(60):
-            (tmp_path / "lib" / f"{i}.py").write_text("x = 1")
+        fake_stdlib(tmp_path / "lib")
         data.prepare_stdlib(tmp_path / "data" / "stdlib", tmp_path / "lib")
     finally:
         os.umask(umask)
@@ -342,11 +376,29 @@ def change_checkpoint(folder, target, edit):
     torch.save(record, target / "ckpt.pt")
 
 
+def test_a_damaged_or_foreign_checkpoint_is_refused_and_reading_never_runs_code(trained, tmp_path):
+    class Planted:
+        def __reduce__(self):                           # what a pickle would run when it is read
+            return os.mkdir, (str(tmp_path / "ran"),)
+    whole = Path(trained, "ckpt.pt").read_bytes()
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes(255 - b for b in whole[middle:middle + 50]) + whole[middle + 50:]
+    for content in (whole[:middle], flipped, b"", b"not a checkpoint", {"a": 1}, {"model": Planted()}):
+        if isinstance(content, bytes):
+            (tmp_path / "ckpt.pt").write_bytes(content)
+        else:
+            torch.save(content, tmp_path / "ckpt.pt")
+        with pytest.raises(UserError, match="not a whole nanoBDLM checkpoint"):
+            load_checkpoint(tmp_path / "ckpt.pt")
+    assert os.listdir(tmp_path) == ["ckpt.pt"]
+
+
 @pytest.mark.parametrize("edit, message", [
     (lambda r: r.update(config=[]), "record.config is"), (lambda r: r.update(model=3), "record.model is 3"),
     (lambda r: r["model"].popitem(), "weights that do not fit its configuration"),
     (lambda r: r["config"].update(n_layer=10 ** 9), "weights that do not fit its configuration"),
     (lambda r: r["config"].update(new=1), "record.config is"),
+    (lambda r: r.pop("optimizer"), "record has no optimizer"),
     (lambda r: r.update(optimizer={}), "record.optimizer has no step"),
     (lambda r: r.update(step=-1), "record.step is -1"),
     (lambda r: r.update(losses="none"), "record.losses is 'none'")])

@@ -1,8 +1,10 @@
 """Questions, figures and tables of eval.py, and what cannot work: a sentence. What was evaluated before a crash is kept."""
+import hashlib
 import io
 import json
 import math
 import os
+import re
 import sys
 import time
 import types
@@ -14,14 +16,26 @@ import torch
 import eval as evaluation
 from checkpoint import save_checkpoint
 from configurator import UserError, configure
-from conftest import QUESTION, module_of, script, write_rows
-from data import DataError, encode_choices, get_tokenizer, load_questions, task_paths
+from conftest import QUESTION, eval_record, make_model, module_of, script, write_rows
+from data import TASKS, DataError, encode_choices, get_tokenizer, load_questions, task_paths
 from eval import credit, text_figures
 from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file
 from paper import PARAMS, RESULTS
 from tools import prepare
 
 BYTES = get_tokenizer("bytes")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory, corpus):
+    """Checkpoints of a block model and a full-sequence model on bytes that know nothing."""
+    paths = []
+    for name in ("mamba_h", "attention"):
+        model = make_model(name, torch.float32, vocab_size=258)
+        torch.nn.init.zeros_(model.head.weight)         # all tokens are equally probable
+        paths.append(str(tmp_path_factory.mktemp("out") / "ckpt.pt"))
+        save_checkpoint(paths[-1], model, step=0, tokenizer="bytes", settings=dict(learning_rate=4e-3, data=corpus))
+    return paths
 
 
 # -- what is made of good ones --------------------------------------------------------------------
@@ -71,18 +85,47 @@ def test_the_paper_is_beside_a_checkpoint_of_its_shape(checkpoints, capsys):
     assert second.split() == "mamba_h 0.008 - 60.00 +- 1.00 - 1.20 - 12.00 -".split()
 
 
-def record_of(*argv):
-    """The record that eval.py prints in its last line."""
-    status, printed, error = script("eval.py", "--device=cpu", *argv)
-    assert status == 0, error
-    return json.loads(printed.splitlines()[-1])
+def test_everything_of_two_checkpoints_comes_as_tables_and_one_json_line(corpus, checkpoints, tmp_path):
+    for task in TASKS:
+        choices = [" a", " b", " c", " d"][:2 if task in ("piqa", "boolq", "winogrande") else 4]
+        write_rows(tmp_path / f"{task}.jsonl",
+                   [dict(QUESTION, task=task, choices=choices, gold=i % 2) for i in range(8)])
+    status, printed, bars = script(
+        "eval.py", f"--checkpoint={checkpoints[0]},{os.path.dirname(checkpoints[1])}", f"--data={corpus}",
+        f"--mcqa={tmp_path}", "--generate=3", "--prompt_len=9", "--length=20", f"--judge={checkpoints[1]}",
+        "--mc=2", "--stratified", f"--out={tmp_path / 'eval.json'}", "--sequences=20", "--device=cpu")
+    assert status == 0
+    for bar in ("perplexity", "winogrande", "generation", "judge"):
+        assert re.search(rf"{bar}: +\d+%.*\[\d\d:\d\d<", bars), "no bar with an ETA"
+    lines = printed.strip().splitlines()
+    record = json.loads(lines[-1])
+    assert record == json.loads((tmp_path / "eval.json").read_text())
+    wanted = dict(seed=1337, samples=2, stratified=True, score="pll", dtype="float32", logits="float32")
+    assert wanted.items() <= record["protocol"].items() and record["ranks"] == 1
+    assert {"torch", "python", "name", "device"} <= set(record["hardware"])
+    for r, kind, path in zip(record["results"], ("mamba_h", "attention"), checkpoints):
+        text, made = r["text"][corpus], r["generate"]
+        assert r["sha256"] == hashlib.sha256(open(path, "rb").read()).hexdigest()
+        assert r["judge"]["sha256"] == record["results"][1]["sha256"] and r["tokenizer"] == "bytes"
+        assert r["model"] == kind and text["sequences"] == 20 and text["tokens"] == 20 * 32
+        assert 0 < text["bytes"] <= text["tokens"] and text["documents"] >= 1 and text["tok_per_s"] > 0
+        assert abs(text["nelbo"] - math.log(257)) < 4 * text["nelbo_se"]
+        assert {f"{key}_se" for key in ("nelbo", "ppl", "bpb", "acc")} <= set(text)
+        assert set(r["mcqa"]) == {*TASKS, "macro"} and r["mcqa"]["boolq"]["majority"] == 50
+        assert r["mcqa"]["macro"]["acc"] == r["mcqa"]["macro"]["chance"] == 37.5    # the head is zero
+        assert made["generated"]["texts"] == made["validation"]["texts"] == 3
+        assert made["generated"]["distinct_2"] > made["validation"]["distinct_2"]
+        assert made["generated"]["nelbo"] > 0 and made["validation"]["nelbo_se"] > 0
+    head, ours, _ = lines[-4:-1]
+    assert "c4 PPL" in head and "MCQA" in head and len(head) == len(ours)
 
 
 def test_what_is_not_asked_for_is_not_done(checkpoints, tmp_path):
-    result = record_of(f"--checkpoint={checkpoints[0]}", "--sequences=2")["results"][0]
+    result = eval_record(f"--checkpoint={checkpoints[0]}", "--sequences=2")["results"][0]
     assert len(result["text"]) == 1 and "mcqa" not in result and "generate" not in result
     write_rows(tmp_path / "piqa.jsonl", [QUESTION, QUESTION])
-    result = record_of(f"--checkpoint={checkpoints[0]}", f"--mcqa={tmp_path}", "--limit=1", "--score=nelbo")["results"][0]
+    result = eval_record(f"--checkpoint={checkpoints[0]}", f"--mcqa={tmp_path}", "--limit=1",
+                         "--score=nelbo")["results"][0]
     assert not result["text"] and result["mcqa"]["piqa"]["questions"] == 1
     assert result["mcqa"]["piqa"]["acc_se"] is None     # of one question there is no error to state
 
@@ -130,14 +173,10 @@ def test_missing_and_misnamed_question_sets_are_refused(tmp_path):
     ("--checkpoint={tmp}", "there is no checkpoint at"),
     ("--checkpoint={tmp}/empty.pt", "not a whole nanoBDLM checkpoint"),
     ("--checkpoint={tmp}/bytes.pt", "300 token ids, not those of its tokenizer, bytes"),
-    ("--checkpoint={tmp}/gpt3.pt", "300 token ids, not those of its tokenizer, gpt3"),
     ("--checkpoint={good} --data={tmp}/gpt2", "holds gpt2 tokens, not bytes tokens"),
     ("--checkpoint={good} --data={tmp}/nowhere", "holds no prepared data: run python data.py"),
     ("--checkpoint={good} --mcqa={tmp}/nowhere", "holds no question set: run python data.py mcqa"),
-    ("--checkpoint={good} --mcqa={tmp}/empty", "piqa.jsonl holds no questions"),
-    ("--checkpoint={good} --mcqa={tmp}/misnamed", "pica is no task"),
     ("--checkpoint={good} --mcqa={tmp}/no_gold", "piqa.jsonl:2: no gold answer"),
-    ("--checkpoint={good} --mcqa={tmp}/no_tokens", "piqa.jsonl:1: the answer '' has no tokens"),
     ("--checkpoint={good} --seq_len=33", "whole blocks of block_len 8"),
     ("--checkpoint={good} --seq_len=270336", "rotary capacity of 262144"),
     ("--checkpoint={good},{tmp}/nowhere --out={tmp}/lost.json", "there is no checkpoint at"),
@@ -166,18 +205,13 @@ def bad(corpus, checkpoints, tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("bad")
     model = BlockDiffusionLM(ModelConfig(vocab_size=300, seq_len=32, block_len=8, n_layer=1, n_head=2,
                                          d_model=32, d_state=8, mamba_head_dim=16))
-    for tokenizer in ("bytes", "gpt3"):
-        save_checkpoint(str(tmp_path / f"{tokenizer}.pt"), model, tokenizer=tokenizer)
+    save_checkpoint(str(tmp_path / "bytes.pt"), model, tokenizer="bytes")
     (tmp_path / "empty.pt").write_bytes(b"")
     meta = json.loads(open(os.path.join(corpus, "meta.json")).read())
-    (tmp_path / "gpt2").mkdir()
-    (tmp_path / "gpt2" / "meta.json").write_text(json.dumps(dict(meta, tokenizer="gpt2")))
-    for name, rows in dict(empty=[], no_gold=[QUESTION, dict(QUESTION, gold=None)],
-                           no_tokens=[dict(QUESTION, choices=[" b", ""])]).items():
+    for name in ("gpt2", "no_gold"):
         (tmp_path / name).mkdir()
-        write_rows(tmp_path / name / "piqa.jsonl", rows)
-    (tmp_path / "misnamed").mkdir()
-    write_rows(tmp_path / "misnamed" / "pica.jsonl", [QUESTION])
+    (tmp_path / "gpt2" / "meta.json").write_text(json.dumps(dict(meta, tokenizer="gpt2")))
+    write_rows(tmp_path / "no_gold" / "piqa.jsonl", [QUESTION, dict(QUESTION, gold=None)])
     return dict(good=checkpoints[0], tmp=tmp_path, corpus=corpus)
 
 
@@ -204,6 +238,11 @@ def test_a_judge_of_another_tokenizer_is_refused(checkpoints, monkeypatch):
     theirs = types.SimpleNamespace(name="gpt2")
     with pytest.raises(ModelError, match="judge reads bytes tokens and the model writes gpt2"):
         evaluation.open_judge(theirs, torch.device("cpu"), torch.float32)
+
+
+def test_likelihoods_that_are_not_finite_are_refused():
+    with pytest.raises(ModelError, match="training failed"):
+        evaluation.gather(types.SimpleNamespace(sum=lambda x: x), np.array([1.0, math.nan]))
 
 
 def test_questions_nested_without_end_are_refused_with_their_line(tmp_path):

@@ -1,17 +1,21 @@
 """Texts, folders and arguments that data.py cannot use: each ends in a sentence that names the place, and nothing is lost."""
 import errno
 import json
+import multiprocessing
 import os
 import random
 import shlex
+import signal
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import data
 from configurator import UserError
-from conftest import data_main as main, status
+from conftest import script
 from test_data import TEXTS, documents, fake_stdlib, folder_bytes, make_folder, prepared, write_jsonl
 from tools import prepare
 
@@ -42,6 +46,22 @@ def test_a_damaged_folder_is_refused_with_the_command_to_run(tmp_path, case):
     damage(folder)
     with pytest.raises(UserError, match=message + ".*run python data.py|" + message):
         data.TokenData(folder, "train").sequences(16)
+
+
+def test_a_folder_of_5_billion_tokens_opens_in_under_a_second(tmp_path):
+    n, shards = data.SHARD_TOKENS, []
+    for i in range(50):                             # sparse files: they take no room
+        header = np.array([data.MAGIC, data.VERSION, n] + [0] * 253, "<i4").tobytes()
+        (tmp_path / f"train_{i:05d}.bin").write_bytes(header)
+        os.truncate(tmp_path / f"train_{i:05d}.bin", len(header) + 2 * n)
+        shards.append(dict(file=f"train_{i:05d}.bin", tokens=n, sha256=""))
+    splits = dict(train=dict(tokens=50 * n, documents=1, utf8_bytes=n, shards=shards))
+    data.write_json(tmp_path / "meta.json", dict(
+        source="", revision="", tokenizer="gpt2", vocab_size=50258, skipped=0, splits=splits))
+    start = time.monotonic()
+    train = data.TokenData(tmp_path, "train", "gpt2")
+    assert train.batch(0, 10**6, [0], 1, 8192).shape == (1, 8192)
+    assert time.monotonic() - start < 1
 
 
 def test_tokens_of_another_tokenizer_another_split_and_a_short_split_are_refused(tmp_path):
@@ -86,11 +106,7 @@ def flipped(path):
 
 
 GOOD = dict(text="good")
-
-
 NOISE = [dict(text=random.Random(i).randbytes(2000).hex()) for i in range(40)]
-
-
 BAD = {
     "not JSON": ("a.jsonl", [GOOD, b"{", GOOD], None, "a.jsonl:2: not a JSON object"),
     "an array": ("a.jsonl", [[GOOD, GOOD]], None, "a.jsonl:1: .* one is expected on each line"),
@@ -125,6 +141,11 @@ def test_bad_input_is_named_by_file_and_line_and_can_be_skipped(tmp_path, case):
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "again")
 
 
+def test_half_a_surrogate_pair_becomes_the_replacement_character():
+    tokens, n_bytes = data.encode(data.get_tokenizer("bytes"), "a\ud800b")
+    assert bytes(tokens[:-1].tolist()).decode() == "a\ufffdb" and n_bytes == 5
+
+
 def test_a_blank_line_is_no_document(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [GOOD, b"", GOOD, b"  "])
     assert prepared(tmp_path / "out", [path])["splits"]["train"]["documents"] == 2
@@ -140,29 +161,27 @@ def test_a_blank_line_is_no_document(tmp_path):
     (["c4", "--local", ".", "--out", "out"], "no file that matches"),
     (["mcqa", "--local", ".", "--out", "out"], "no folder named"),
 ])
-def test_a_mistake_is_one_sentence_and_status_1(tmp_path, monkeypatch, capsys, arguments, message):
+def test_a_mistake_is_one_sentence_and_status_1(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     Path("a.csv").write_text("x")
     Path("empty.jsonl").write_text("")
-    assert main(*arguments) == 1
-    error = capsys.readouterr().err
-    assert message in error and "Traceback" not in error
+    status, _, error = script("data.py", *arguments)
+    assert status == 1 and message in error and "Traceback" not in error
 
 
 @pytest.mark.parametrize("command", [
     "dclm --tokens=0.5", "dclm --tokens=nan", "dclm --tokens=many", "dclm --tokens 9 --val_fraction=1",
     "c4 --sequences -1", "c4 --seq_len 0", "jsonl a.jsonl --out out --workers -3", "jsonl a.jsonl --out=", "show ''",
 ])
-def test_a_setting_out_of_its_bounds_is_refused_before_anything_is_read(
-        tmp_path, monkeypatch, capsys, command):
+def test_a_setting_out_of_its_bounds_is_refused_before_anything_is_read(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "a.jsonl", documents(TEXTS))
     arguments = shlex.split(command)
     if arguments[0] in data.HUB:
         arguments += ["--local", "."]
-    assert main(*arguments) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "at least" in error and "below" in error or "the name is empty" in error
+    status, _, error = script("data.py", *arguments)
+    error = error.splitlines()[-1]
+    assert status == 2 and ("at least" in error and "below" in error or "the name is empty" in error)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -195,12 +214,11 @@ def command(request, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("command", COMMANDS, indirect=True)
-def test_a_folder_that_is_not_ours_is_left_alone(tmp_path, command, capsys):
+def test_a_folder_that_is_not_ours_is_left_alone(tmp_path, command):
     (tmp_path / "theirs" / "download").mkdir(parents=True)
     (tmp_path / "theirs" / "piqa.jsonl").write_text("kept")
-    assert main(*command, "--out", tmp_path / "theirs") == 1
-    error = capsys.readouterr().err
-    assert "not empty" in error and "choose another --out" in error and "remove" not in error
+    status, _, error = script("data.py", *command, "--out", tmp_path / "theirs")
+    assert status == 1 and "not empty" in error and "choose another --out" in error and "remove" not in error
     assert sorted(p.name for p in (tmp_path / "theirs").iterdir()) == ["download", "piqa.jsonl"]
     assert (tmp_path / "theirs" / "piqa.jsonl").read_text() == "kept"
 
@@ -208,21 +226,20 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path, command, capsys):
 @pytest.mark.parametrize("number, advice", [
     (errno.EACCES, "choose another --out"), (errno.ENOSPC, "make room and try again")])
 @pytest.mark.parametrize("command", COMMANDS, indirect=True)
-def test_what_cannot_be_written_comes_with_advice_that_fits(
-        tmp_path, monkeypatch, command, capsys, number, advice):
+def test_what_cannot_be_written_comes_with_advice_that_fits(tmp_path, monkeypatch, command, number, advice):
     def refuse(path, *args, **kwargs):
         raise OSError(number, os.strerror(number), str(path))
     (tmp_path / "data").mkdir()
     monkeypatch.setattr(Path, "mkdir", refuse)
-    assert main(*command, "--out", tmp_path / "data" / "out") == 1
-    assert f"out cannot be written ({os.strerror(number)}); {advice}" in capsys.readouterr().err
+    status, _, error = script("data.py", *command, "--out", tmp_path / "data" / "out")
+    assert status == 1 and f"out cannot be written ({os.strerror(number)}); {advice}" in error
 
 
-def test_question_sets_do_not_go_into_a_folder_of_text(tmp_path, capsys):
+def test_question_sets_do_not_go_into_a_folder_of_text(tmp_path):
     folder = make_folder(tmp_path)
     before = folder_bytes(folder)
-    assert main(*mcqa_input(tmp_path / "questions"), "--out", folder) == 1
-    assert "holds text, not question sets: choose another --out" in capsys.readouterr().err
+    status, _, error = script("data.py", *mcqa_input(tmp_path / "questions"), "--out", folder)
+    assert status == 1 and "holds text, not question sets: choose another --out" in error
     assert folder_bytes(folder) == before
 
 
@@ -269,24 +286,72 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path
         prepared(tmp_path, [path])
 
 
+# -- stopped, and started again -------------------------------------------------------------------
+
+@pytest.fixture
+def child(monkeypatch):
+    """Starts `python data.py ...` with small shards in a process of its own: forked, so that it has them too."""
+    if "fork" not in multiprocessing.get_all_start_methods():
+        pytest.skip("no fork on this system")
+    monkeypatch.setattr(prepare, "SAVE_TOKENS", 20_000)
+    monkeypatch.setattr(prepare, "BATCH_BYTES", 20_000)
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 100_000)
+
+    def start(*arguments, before=lambda: None):
+        def run():
+            before()
+            prepare.main([str(argument) for argument in arguments])
+        process = multiprocessing.get_context("fork").Process(target=run)
+        process.start()
+        return process
+    return start
+
+
+def exit_status(process):
+    process.join(60)
+    return process.exitcode
+
+
+def test_a_killed_preparation_goes_on_to_identical_files(tmp_path, child):
+    numbers = random.Random(0)
+    words = ["block", "naïve", "noise", "\u2713", "state"]
+    texts = [" ".join(numbers.choices(words, k=300)) for _ in range(1500)]
+    paths = [write_jsonl(tmp_path / f"{i}.jsonl.zst", documents(texts[i::2])) for i in range(2)]
+    command = ["jsonl", paths[0], "--val", paths[1], "--tokenizer", "bytes", "--out"]
+    assert exit_status(child(*command, tmp_path / "whole")) == 0
+    progress, kills = tmp_path / "out" / "progress.json", 0
+    for attempt in range(8):
+        before = progress.read_bytes() if progress.is_file() else b""
+        process = child(*command, tmp_path / "out")
+        while process.is_alive() and (not progress.is_file() or progress.read_bytes() == before):
+            time.sleep(0.001)
+        time.sleep(numbers.uniform(0, 0.02))
+        process.kill()
+        kills += exit_status(process) == -signal.SIGKILL
+    assert kills >= 2
+    assert exit_status(child(*command, tmp_path / "out")) == 0
+    whole, out = folder_bytes(tmp_path / "whole"), folder_bytes(tmp_path / "out")
+    assert whole == out and len(whole) > 10
+
+
 def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path, child, capfd):
     resource = pytest.importorskip("resource")
     path = write_jsonl(tmp_path / "in.jsonl", documents("x" * 5000 for _ in range(100)))
     command = ["jsonl", path, "--tokenizer", "bytes", "--out"]
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
-    assert status(child(*command, tmp_path / "out", before=limit)) == 1
+    assert exit_status(child(*command, tmp_path / "out", before=limit)) == 1
     error = capfd.readouterr().err
     assert "make room and try again" in error and "Traceback" not in error
     with pytest.raises(data.DataError, match="unfinished: run this again.*jsonl"):
         data.TokenData(tmp_path / "out", "train")
     saved = json.loads((tmp_path / "out" / "progress.json").read_text())
     assert saved["splits"]["train"]["tokens"] > 40_000
-    assert status(child(*command, tmp_path / "out")) == 0
-    assert status(child(*command, tmp_path / "whole")) == 0
+    assert exit_status(child(*command, tmp_path / "out")) == 0
+    assert exit_status(child(*command, tmp_path / "whole")) == 0
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
 
 
-def test_ctrl_c_says_how_to_go_on_and_loses_nothing(tmp_path, monkeypatch, capsys):
+def test_ctrl_c_says_how_to_go_on_and_loses_nothing(tmp_path, monkeypatch):
     paths = [write_jsonl(tmp_path / f"{i}.jsonl", documents(TEXTS)) for i in range(2)]
     command = ["jsonl", *paths, "--tokenizer", "bytes", "--out"]
     real = prepare.Preparation.take
@@ -297,10 +362,11 @@ def test_ctrl_c_says_how_to_go_on_and_loses_nothing(tmp_path, monkeypatch, capsy
         real(self, batch)
         self.save()
     monkeypatch.setattr(prepare.Preparation, "take", stopped)
-    assert main(*command, tmp_path / "out") == 130
-    assert "run the same command again and it goes on" in capsys.readouterr().err
+    status, _, error = script("data.py", *command, tmp_path / "out")
+    assert status == 130 and "run the same command again and it goes on" in error
     monkeypatch.setattr(prepare.Preparation, "take", real)
-    assert main(*command, tmp_path / "out") == main(*command, tmp_path / "whole") == 0
+    for name in ("out", "whole"):
+        assert script("data.py", *command, tmp_path / name)[0] == 0
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
 
 
@@ -311,5 +377,5 @@ def test_a_closed_pipe_ends_it_silently(tmp_path, child, capfd):
         sys.stdout = os.fdopen(writer, "w")
     folder = make_folder(tmp_path)
     capfd.readouterr()
-    assert status(child("show", folder, before=close_pipe)) == 141
+    assert exit_status(child("show", folder, before=close_pipe)) == 141
     assert capfd.readouterr().err == ""

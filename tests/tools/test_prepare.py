@@ -4,21 +4,46 @@ import gzip
 import itertools
 import json
 import os
-import random
-import signal
 import sys
-import time
 import types
 from pathlib import Path
 
 import pytest
 
 import data
-from conftest import data_main as main, status
+from conftest import ROOT, script
 from test_data import TEXTS, documents, folder_bytes, make_folder, prepared, write_jsonl
 from tools import prepare
 
 zstandard = pytest.importorskip("zstandard")
+SHARED = ROOT.parent / "shared" / "data"
+
+
+def test_bytes_and_gpt2_share_one_interface():
+    tokenizer = data.get_tokenizer("bytes")
+    assert (tokenizer.n_vocab, tokenizer.eot_token) == (258, 256)
+    assert tokenizer.encode_ordinary("hé") == list("hé".encode())
+    assert tokenizer.decode([104, 195, 169]) == "hé" and tokenizer.decode([257]) == "<|mask|>"
+    with pytest.raises(data.DataError, match="bytes or gpt2"):
+        data.get_tokenizer("gpt3")
+
+
+@pytest.fixture
+def gpt2(monkeypatch):
+    if not (SHARED / "gpt2_bpe").is_dir():
+        pytest.skip("GPT-2's BPE files are not beside the repository")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "gpt2_bpe"))
+    return data.get_tokenizer("gpt2")
+
+
+def test_gpt2_has_its_own_ids_and_the_mask_behind_them_and_counts_the_bytes_of_its_text(gpt2):
+    assert (gpt2.n_vocab, gpt2.eot_token) == (50258, 50256)
+    assert gpt2.encode_ordinary("Hello world") == [15496, 995]
+    assert gpt2.decode([gpt2.n_vocab - 1]) == "<|mask|>"
+    text = "Ĵ ångström \u2713 <|endoftext|> \U0001F600" * 3
+    tokens, n_bytes = data.encode(gpt2, text)
+    assert tokens.tolist() == gpt2.encode_ordinary(text) + [50256]
+    assert data.token_bytes("gpt2")[tokens].sum() == n_bytes == len(text.encode())
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz", "a.jsonl.zst"])
@@ -81,20 +106,20 @@ def test_one_command_prepares_each_data_set_and_stops_at_its_budget(tmp_path, na
     budget = ["--tokens", size, "--val_fraction", 0] if name == "dclm" else \
         ["--sequences", 1, "--seq_len", size]
     arguments = [name, "--local", tmp_path / "hub", "--tokenizer", "bytes", "--out", out, *budget]
-    assert main(*arguments) == 0
+    assert script("data.py", *arguments)[0] == 0
     split = "train" if name == "dclm" else "val"
     found = data.TokenData(out, split, "bytes")
     assert found.n_tokens == sum(sizes[:71]) and list(found.meta["splits"]) == [split]
     assert found.meta["source"] == data.HUB[name][0]
 
 
-def test_a_source_that_ends_before_the_budget_is_told(tmp_path, capsys):
+def test_a_source_that_ends_before_the_budget_is_told(tmp_path):
     write_jsonl(tmp_path / "hub" / LAYOUT["c4"].format(0), documents(["abc"]))
     arguments = ["c4", "--tokenizer", "bytes", "--local", tmp_path / "hub", "--sequences", 1]
-    assert main(*arguments, "--seq_len", 5, "--out", tmp_path / "a") == 0
-    assert "ended at 4 tokens, before the 5 asked for" in capsys.readouterr().err
-    assert main(*arguments, "--seq_len", 4, "--out", tmp_path / "b") == 0
-    assert "asked for" not in capsys.readouterr().err
+    status, _, error = script("data.py", *arguments, "--seq_len", 5, "--out", tmp_path / "a")
+    assert status == 0 and "ended at 4 tokens, before the 5 asked for" in error
+    status, _, error = script("data.py", *arguments, "--seq_len", 4, "--out", tmp_path / "b")
+    assert status == 0 and "asked for" not in error
 
 
 class GatedRepoError(Exception):
@@ -124,7 +149,7 @@ def fake_hub(monkeypatch, root, log, fail=None):
     monkeypatch.setitem(sys.modules, "huggingface_hub", module)
 
 
-def test_a_download_that_breaks_off_goes_on_and_leaves_no_copies(tmp_path, monkeypatch, capsys):
+def test_a_download_that_breaks_off_goes_on_and_leaves_no_copies(tmp_path, monkeypatch):
     root, log = tmp_path / "hub", []
     for i in range(12):
         write_jsonl(root / LAYOUT["dclm"].format(i), documents(TEXTS[i::12]))
@@ -133,37 +158,35 @@ def test_a_download_that_breaks_off_goes_on_and_leaves_no_copies(tmp_path, monke
         "--out")]
     broken = lambda name: ConnectionError("reset") if "shard_08" in name else None
     fake_hub(monkeypatch, root, log, broken)
-    assert main(*arguments, tmp_path / "out") == 1
-    assert "when the network is back" in capsys.readouterr().err
+    status, _, error = script("data.py", *arguments, tmp_path / "out")
+    assert status == 1 and "when the network is back" in error
     fake_hub(monkeypatch, root, log)
-    assert main(*arguments, tmp_path / "out") == 0
-    assert main(*arguments, tmp_path / "whole") == 0
+    assert script("data.py", *arguments, tmp_path / "out")[0] == 0
+    assert script("data.py", *arguments, tmp_path / "whole")[0] == 0
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
     assert json.loads((tmp_path / "out" / "meta.json").read_text())["revision"] == "a" * 40
     assert max(log) < 6, "downloads pile up instead of being removed once they are read"
 
 
-def test_a_disk_that_fills_during_a_download_is_not_blamed_on_the_network(
-        tmp_path, monkeypatch, capsys):
+def test_a_disk_that_fills_during_a_download_is_not_blamed_on_the_network(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "hub" / LAYOUT["c4"].format(0), documents(TEXTS))
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     fake_hub(monkeypatch, tmp_path / "hub", [], lambda name: full)
-    assert main("c4", "--tokenizer", "bytes", "--out", tmp_path / "out") == 1
-    assert "make room" in capsys.readouterr().err
+    status, _, error = script("data.py", "c4", "--tokenizer", "bytes", "--out", tmp_path / "out")
+    assert status == 1 and "make room" in error
 
 
-def test_a_gated_data_set_says_how_to_log_in(tmp_path, monkeypatch, capsys):
+def test_a_gated_data_set_says_how_to_log_in(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "hub" / LAYOUT["paloma"].format(0), documents(TEXTS))
     fake_hub(monkeypatch, tmp_path / "hub", [], lambda name: GatedRepoError("403"))
-    assert main("paloma", "--tokenizer", "bytes", "--out", tmp_path / "out") == 1
-    error = capsys.readouterr().err
-    assert "hf auth login" in error and "huggingface.co/datasets/allenai/paloma" in error
+    status, _, error = script("data.py", "paloma", "--tokenizer", "bytes", "--out", tmp_path / "out")
+    assert status == 1 and "hf auth login" in error and "huggingface.co/datasets/allenai/paloma" in error
 
 
-def test_show_prints_counts_bytes_per_token_and_text(tmp_path, capsys):
+def test_show_prints_counts_bytes_per_token_and_text(tmp_path):
     folder = make_folder(tmp_path)
-    assert main("show", folder) == 0
-    printed = capsys.readouterr().out
+    status, printed, _ = script("data.py", "show", folder)
+    assert status == 0
     train = data.TokenData(folder, "train")
     assert f"{train.n_tokens:,} tokens" in printed and "60 documents" in printed
     assert f"{train.bytes_per_token:.3f} bytes per token" in printed and "Document 0" in printed
@@ -171,8 +194,6 @@ def test_show_prints_counts_bytes_per_token_and_text(tmp_path, capsys):
 
 HELLASWAG = dict(ind=4, activity_label="Roof", ctx_a="A man sits [x] on a roof.", ctx_b="he",
                  label="3", endings=["is  wrapping.", "is [title] ripping", "holds", " starts. "])
-
-
 ROWS = {
     "hellaswag": (HELLASWAG, dict(
         id="4", context="Roof: A man sits on a roof. He", gold=3,
@@ -200,7 +221,7 @@ def test_six_question_sets_become_one_form(tmp_path, task):
     split = prepare.TASKS[task][2]
     write_jsonl(tmp_path / "in" / task / f"{split}.jsonl", [row])
     arguments = ["mcqa", "--local", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
-    assert main(*arguments) == 0
+    assert script("data.py", *arguments)[0] == 0
     found = json.loads((tmp_path / "out" / f"{task}.jsonl").read_text())
     assert found == dict(expected, task=task)
     assert json.loads((tmp_path / "out" / "meta.json").read_text())["tasks"][task]["questions"] == 1
@@ -231,13 +252,13 @@ def test_boolq_rows_of_super_glue_are_read_as_well():
     ("winogrande", dict(sentence="no gap"), "not a row of winogrande"),
     ("winogrande", dict(sentence="the end is _"), "an answer with no characters"),
 ])
-def test_a_bad_question_is_named_by_file_and_line(tmp_path, capsys, task, change, message):
+def test_a_bad_question_is_named_by_file_and_line(tmp_path, task, change, message):
     good = ROWS[task][0]
     name = f"{prepare.TASKS[task][2]}.jsonl"
     write_jsonl(tmp_path / "in" / task / name, [good, dict(good, **change)])
     arguments = ["mcqa", "--local", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
-    assert main(*arguments) == 1
-    assert f"{name}:2: {message}" in capsys.readouterr().err
+    status, _, error = script("data.py", *arguments)
+    assert status == 1 and f"{name}:2: {message}" in error
     assert not (tmp_path / "out" / f"{task}.jsonl").exists()
 
 
@@ -249,7 +270,7 @@ def test_question_sets_come_from_the_hub_as_parquet(tmp_path, monkeypatch):
     row, expected = ROWS["arc_easy"]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
     fake_hub(monkeypatch, tmp_path / "hub", [])
-    assert main("mcqa", "--tasks", "arc_easy", "--out", tmp_path / "out") == 0
+    assert script("data.py", "mcqa", "--tasks", "arc_easy", "--out", tmp_path / "out")[0] == 0
     found = json.loads((tmp_path / "out" / "arc_easy.jsonl").read_text())
     assert found == dict(expected, task="arc_easy")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["arc_easy.jsonl", "meta.json"]
@@ -297,25 +318,3 @@ def test_a_preparation_stopped_at_any_write_goes_on_to_identical_files(tmp_path,
         prepared(out, **settings)
         assert folder_bytes(out) == folder_bytes(tmp_path / "whole"), count
     assert count > 20
-
-
-def test_a_killed_preparation_goes_on_to_identical_files(tmp_path, child):
-    numbers = random.Random(0)
-    words = ["block", "naïve", "noise", "\u2713", "state"]
-    texts = [" ".join(numbers.choices(words, k=300)) for _ in range(1500)]
-    paths = [write_jsonl(tmp_path / f"{i}.jsonl.zst", documents(texts[i::2])) for i in range(2)]
-    command = ["jsonl", paths[0], "--val", paths[1], "--tokenizer", "bytes", "--out"]
-    assert status(child(*command, tmp_path / "whole")) == 0
-    progress, kills = tmp_path / "out" / "progress.json", 0
-    for attempt in range(8):
-        before = progress.read_bytes() if progress.is_file() else b""
-        process = child(*command, tmp_path / "out")
-        while process.is_alive() and (not progress.is_file() or progress.read_bytes() == before):
-            time.sleep(0.001)
-        time.sleep(numbers.uniform(0, 0.02))
-        process.kill()
-        kills += status(process) == -signal.SIGKILL
-    assert kills >= 2
-    assert status(child(*command, tmp_path / "out")) == 0
-    whole, out = folder_bytes(tmp_path / "whole"), folder_bytes(tmp_path / "out")
-    assert whole == out and len(whole) > 10
