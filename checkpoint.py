@@ -8,7 +8,7 @@ Saves and loads what a model leaves on disk. Only this file knows the formats:
 Reading never runs code from the file. Writing never leaves half a file.
 
     python checkpoint.py export out/ --to=folder              model.safetensors, config.json and a model card
-    python -m pytest tests/test_model.py -k checkpoint        tests of checkpoints
+    python -m pytest -k checkpoint                            tests of checkpoints
     python -m pytest tests/test_sample.py -k saved            a saved prompt continues as the prompt itself does
 """
 from configurator import ConfigError, check, configure, script  # first: see quiet_interrupt

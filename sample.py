@@ -161,12 +161,14 @@ def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=No
     # committed, and the cache needs no room for it.
     cache = model.new_cache(len(prompts), max(starts) + (n_blocks - 1) * l, l)
     block_decoder = new_decoder(model, cache, sampler, l)
-    rows = read_prompts(model, cache, prompts, starts, prefix, on_read)        # the cached tokens of each row
+    read_prompts(model, cache, prompts, starts, prefix, on_read)
 
     # The cache holds whole blocks only. What the prompt has after its last whole block is the known part of the first
     # active block. A suffix is known, too: masked positions see known tokens on both sides.
-    active = torch.full((len(rows), l), c.mask_id, device=device)              # (b, l)
+    active = torch.full((len(prompts), l), c.mask_id, device=device)           # (b, l)
+    rows, ends = [], list(starts)                       # rows[i][:ends[i]] are the finished tokens of row i
     for i, (prompt, start) in enumerate(zip(prompts, starts)):
+        rows.append(torch.cat([prompt[:start].cpu(), torch.zeros(totals[i] - start, dtype=torch.long)]))
         suffix_end = totals[i] - start
         active[i, :len(prompt) - start] = prompt[start:]
         active[i, suffix_end - len(suffix):suffix_end] = torch.as_tensor(suffix, device=device)
@@ -181,21 +183,23 @@ def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=No
             block_decoder.commit(x0)
         x0 = block_decoder.decode(active, n_masked, on_step)                   # (b, l), no mask left
         finished = x0.cpu()                             # the one wait for the device in a block
-        for i in range(len(rows)):
+        for i, row in enumerate(rows):
             # The first block begins with the end of the prompt: only tokens from `n_old` on are new. A row that has
-            # ended is cut at its total, while the batch runs on for the others.
-            n_old = max(len(prompts[i]), len(rows[i]))
-            rows[i] = torch.cat([rows[i], finished[i]])[:totals[i]]
-            new = rows[i][n_old:]
+            # ended stays as it is, while the batch runs on for the others.
+            begin, ends[i] = ends[i], min(ends[i] + l, totals[i])
+            row[begin:ends[i]] = finished[i, :ends[i] - begin]
+            n_old = max(len(prompts[i]), begin)
+            new = row[n_old:ends[i]]
             if stop_token is not None and (new == stop_token).any():
-                totals[i] = n_old + int((new == stop_token).nonzero()[0]) + 1
-                rows[i] = rows[i][:totals[i]]
+                new = new[:int((new == stop_token).nonzero()[0]) + 1]
+                ends[i] = totals[i] = n_old + len(new)
             if on_block:
-                on_block(i, rows[i][n_old:])
-        if all(len(row) == total for row, total in zip(rows, totals)):
+                on_block(i, new)
+        if ends == totals:
             break
         active.fill_(c.mask_id)
         n_masked = [l] * len(rows)
+    rows = [row[:total] for row, total in zip(rows, totals)]
     return Generation(rows, block_decoder.passes, started - called, now(device) - started, cache.nbytes)
 
 
@@ -264,8 +268,8 @@ def plan(config, prompts, length, after=0):
 
 def read_prompts(model, cache, prompts, starts, prefix, on_read=None):
     """
-    Fills the cache with the first starts[i] tokens of prompt i, and returns these tokens. The tokens of `prefix` are
-    copied from its cache. A prompt that several rows have is read once, and its cache is copied to the other rows.
+    Fills the cache with the first starts[i] tokens of prompt i. The tokens of `prefix` are copied from its cache. A
+    prompt that several rows have is read once, and its cache is copied to the other rows.
     """
     rows_by_start, device = {}, cache.lengths.device    # {start: {prompt: the rows that have it}}
     for i, (prompt, start) in enumerate(zip(prompts, starts)):
@@ -283,7 +287,6 @@ def read_prompts(model, cache, prompts, starts, prefix, on_read=None):
             model.prefill(torch.stack(unread).to(device), target, on_chunk=on_read)
             for j, rows in enumerate(group):
                 copy_rows(target.rows(j, j + 1), cache, rows[1:] if alone else rows)
-    return [prompt[:start].cpu() for prompt, start in zip(prompts, starts)]
 
 
 # ---------------------------------------------------------------------------------------------

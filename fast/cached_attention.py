@@ -122,25 +122,18 @@ def attend_kernel(q_ptr, kc_ptr, vc_ptr, n_ptr, ko_ptr, vo_ptr, o_ptr, lse_ptr,
 def combine_kernel(part_ptr, lse_ptr, o_ptr, n_ptr, cap, num_splits, h: tl.constexpr,
                    m: tl.constexpr, l: tl.constexpr, d: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
                    R: tl.constexpr, N: tl.constexpr, least: tl.constexpr):
-    """Mean of the splits' outputs, weighted by 2^lse, for R of the (b, m, h) rows. The loop over splits is
-    unrolled; its loads are independent, so all are in flight at once."""
+    """Mean of the splits' outputs, weighted by 2^lse, for R of the (b, m, h) rows. All splits are read at once: their
+    number is padded to S, a power of two."""
     b = tl.program_id(1).to(tl.int64)
     _, _, total, share = shares(n_ptr, b, cap, num_splits, l, N, least)
     live = tl.cdiv(total, share)  # the other splits had no keys and wrote nothing
-    r, c = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, D)
-    top = tl.full([R], float("-inf"), tl.float32)
-    for s in tl.static_range(S):
-        row = (s * tl.num_programs(1) + b) * (m * h) + r
-        on = (r < m * h) & (s < live)
-        top = tl.maximum(top, tl.load(lse_ptr + row, mask=on, other=float("-inf")))
-    o, z = tl.zeros([R, D], tl.float32), tl.zeros([R], tl.float32)
-    for s in tl.static_range(S):
-        row = (s * tl.num_programs(1) + b) * (m * h) + r
-        on = (r < m * h) & (s < live)
-        w = tl.exp2(tl.load(lse_ptr + row, mask=on, other=float("-inf")) - top)
-        part = tl.load(part_ptr + row[:, None] * d + c, mask=on[:, None] & (c < d), other=0.0)
-        o, z = o + w[:, None] * part, z + w
-    tl.store(o_ptr + (b * m * h + r)[:, None] * d + c, (o / z[:, None]).to(o_ptr.dtype.element_ty),
+    s, r, c = tl.arange(0, S)[:, None], tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, D)
+    row, on = (s * tl.num_programs(1) + b) * (m * h) + r, (r < m * h) & (s < live)  # (S, R)
+    lse = tl.load(lse_ptr + row, mask=on, other=float("-inf"))
+    w = tl.exp2(lse - tl.max(lse, 0))
+    part = tl.load(part_ptr + row[:, :, None] * d + c, mask=on[:, :, None] & (c < d), other=0.0)  # (S, R, D)
+    o = tl.sum(part * w[:, :, None], 0) / tl.sum(w, 0)[:, None]
+    tl.store(o_ptr + (b * m * h + r)[:, None] * d + c, o.to(o_ptr.dtype.element_ty),
              mask=(r < m * h)[:, None] & (c < d))
 
 
@@ -189,7 +182,7 @@ def block_attention(q, k_cache, v_cache, lengths, k_own, v_own, num_splits=0):
         kl=k_own.stride(1), vl=v_own.stride(1), align=align, h=h, m=m, l=l, d=d, D=D, caches=c, M=M, N=N,
         least=least, stages=stages, num_warps=warps)
     if num_splits > 1:
-        S, R = num_splits, 8
+        S, R = triton.next_power_of_2(num_splits), 8
         combine_kernel[triton.cdiv(m * h, R), b](
             part, lse, out, lengths, cap, num_splits, h, m, l, d, D, S, R, N, least)
     return out

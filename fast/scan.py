@@ -20,7 +20,7 @@ from torch import Tensor
 
 import fast.plain as plain
 import ops
-from fast.triton_tools import LOG2E, differentiable, dot, like, operator, rowwise, statewise, strides
+from fast.triton_tools import LOG2E, add_pairs, differentiable, dot, like, operator, rowwise, statewise, strides
 
 
 def fits(p, n):
@@ -342,12 +342,6 @@ def walk_kernel(x, steps, B, s0, states, final, l, h,
 # product is transposed in registers (which Triton 3.6 gets wrong on Hopper).
 
 @triton.jit
-def add_pairs(a, b, c, d):
-    """Adds (a, b) and (c, d): for two sums by one tl.reduce."""
-    return a + c, b + d
-
-
-@triton.jit
 def after_kernel(x, steps, B, C, D, dy, G, dx, sums, kvs, dB, l, h,
                  sxr, sxl, sxh, sBr, sBl, sCr, sCl, syr, syl, syh, sdxr, sdxl, sdxh, sdBr, sdBl,
                  n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
@@ -627,9 +621,8 @@ def ssd_scan_pairs(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
         return plain.ssd_scan_pairs.plain(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len)
     (x, B, C, z), s0 = map(rowwise, (x, B, C, z)), statewise(initial_state)
     y, power = x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
-    b, h, p = len(x) // 2, *x.shape[-2:]
-    ends = x.new_empty(b, h, p, B.shape[-1], dtype=torch.float32)
-    finished, active = slice(b), slice(b, None)
-    for rows, state, how in (finished, s0, dict(final=ends, rest=True)), (active, ends, {}):
-        tiles(x[rows], dt[rows], dt_bias, A, B[rows], C[rows], D, state, y[rows], z[rows], power[rows], **how)
+    b = len(x) // 2                                     # rows before b are finished blocks, from b on active ones
+    ends = x.new_empty(b, *x.shape[-2:], B.shape[-1], dtype=torch.float32)     # (b, h, p, n)
+    tiles(x[:b], dt[:b], dt_bias, A, B[:b], C[:b], D, s0, y[:b], z[:b], power[:b], ends, rest=True)
+    tiles(x[b:], dt[b:], dt_bias, A, B[b:], C[b:], D, ends, y[b:], z[b:], power[b:])
     return y, power, ends

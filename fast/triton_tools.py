@@ -15,6 +15,12 @@ def dot(a, b, acc=None):
     return tl.dot(a, b, acc, input_precision="ieee")  # fp32 operands are not rounded to tf32
 
 
+@triton.jit
+def add_pairs(a, b, c, d):
+    """Adds (a, b) and (c, d): for two sums by one tl.reduce."""
+    return a + c, b + d
+
+
 def operator(fake):
     """Registers a function as the PyTorch operator nanobdlm::<its name>, which torch.compile does not look into.
     `fake` gets the same arguments and returns empty tensors of the result's shapes. torch.library.custom_op does the
