@@ -1,8 +1,10 @@
 """
-Profiles one training step or one denoising step: the time of its kernels, by kind and by name.
+Profiles one training step, one denoising step or the generation of one block: the time of its kernels, by kind and by
+name, beside the time that it takes without the profiler.
 
     python -m tools.profile_step --configs=mamba_h_350m,bdlm_attention_350m     # training steps
     python -m tools.profile_step --sampling=true --configs=mamba_h_700m         # denoising steps
+    python -m tools.profile_step --sampling=true --whole_block=true --rows=32 --configs=mamba_h_700m
 """
 from configurator import check, configure, script  # first: see quiet_interrupt
 import json
@@ -15,10 +17,12 @@ from data import noise_generators
 from decoders import Sampler
 from model import BlockDiffusionLM, config_from_file
 from parallel import ShardedAdamW, ampere, compile_layers, hardware, pick_device, pick_dtype, select_kernels
-from sample import open_engine
+from sample import now, open_engine
 
 configs = []                            # names of files in config/; []: mamba_h_350m on a GPU, laptop on a CPU
 sampling = False                        # True: profile a denoising step with an empty prefix; False: a training step
+whole_block = False                     # with sampling: all steps of a block, and the commit of the block before it
+rows = 1                                # with sampling: samples side by side
 micro_batch_size = 8                    # sequences of a training step
 top = 20                                # kernels to print by name
 out = ""                                # also write the profile to this JSON file
@@ -56,13 +60,27 @@ def denoising_step(config, dev):
     model = BlockDiffusionLM(config).to(dev)
     torch.nn.init.normal_(model.head.weight, std=0.02)
     model, new_decoder = open_engine("auto", model, pick_dtype("auto", dev))
-    cache = model.new_cache(1, config.block_len)
-    decoder = new_decoder(model, cache, Sampler([0], mask_id=config.mask_id), config.block_len)
+    l = config.block_len
+    cache = model.new_cache(rows, 8 * l, l)
+    decoder = new_decoder(model, cache, Sampler(list(range(rows)), mask_id=config.mask_id), l)
+    masks = torch.full((rows, l), config.mask_id, device=dev)
 
     def step():
         decoder.block.rewind()
         decoder.step()
-    return step
+
+    def block():
+        cache.lengths.zero_()
+        decoder.commit(masks)
+        decoder.decode(masks, [l])
+    return block if whole_block else step
+
+
+def seconds_of(step, dev):
+    """Seconds that step() takes until the device has finished it."""
+    started = now(dev)
+    step()
+    return now(dev) - started
 
 
 def kernels_of(step, dev):
@@ -72,13 +90,13 @@ def kernels_of(step, dev):
         step()
         if on_gpu:
             torch.cuda.synchronize()
-    rows = [(e.key[:100], e.count, (e.self_device_time_total if on_gpu else e.self_cpu_time_total) / 1e3)
-            for e in record.key_averages()]
-    return sorted((r for r in rows if r[2]), key=lambda r: -r[2])
+    kernels = [(e.key[:100], e.count, (e.self_device_time_total if on_gpu else e.self_cpu_time_total) / 1e3)
+               for e in record.key_averages()]
+    return sorted((k for k in kernels if k[2]), key=lambda k: -k[2])
 
 
 def main():
-    check(globals(), least=dict(micro_batch_size=1, top=0))
+    check(globals(), least=dict(micro_batch_size=1, rows=1, top=0))
     check_file("out", out)
     dev, found = torch.device(pick_device("auto")), {}
     names = configs or ["mamba_h_350m" if dev.type == "cuda" else "laptop"]
@@ -88,17 +106,16 @@ def main():
         torch.compiler.reset()
         step = (denoising_step if sampling else training_step)(config, dev)
         with torch.set_grad_enabled(not sampling):
-            for _ in range(3):
-                step()
-            rows = kernels_of(step, dev)
-        total, kinds = sum(r[2] for r in rows), {}
-        for key, calls, ms in rows:
+            wall = 1000 * [seconds_of(step, dev) for _ in range(4)][-1]
+            kernels = kernels_of(step, dev)
+        total, kinds = sum(k[2] for k in kernels), {}
+        for key, calls, ms in kernels:
             kinds[kind_of(key)] = kinds.get(kind_of(key), 0) + ms
-        print(f"{name}: {total:.2f} ms in {sum(r[1] for r in rows)} kernels; " + ", ".join(
+        print(f"{name}: {wall:.2f} ms, {total:.2f} of them in {sum(k[1] for k in kernels)} kernels; " + ", ".join(
             f"{kind} {100 * ms / total:.0f} %" for kind, ms in sorted(kinds.items(), key=lambda k: -k[1])))
-        for key, calls, ms in rows[:top]:
+        for key, calls, ms in kernels[:top]:
             print(f"  {ms:9.3f} ms {calls:6d}  {key}")
-        found[name] = dict(ms=total, kinds=kinds, kernels=rows)
+        found[name] = dict(wall_ms=wall, ms=total, kinds=kinds, kernels=kernels)
         write_file(out, json.dumps(dict(sampling=sampling, hardware=hardware(dev), models=found), indent=1))
 
 
