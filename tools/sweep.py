@@ -60,8 +60,8 @@ FIGURES = {**dict.fromkeys("nelbo nelbo_se nelbo_se_noise ppl_se bpb acc acc_se 
            "ppl": (int, float)}         # the fields of eval.py's results on a text that are used here
 REPORT = {"results": [{"parameters": int, "text": {"*": {**FIGURES, "nats": [(int, float)]}}}]}
 ROW = {"name": str, "base": str, "points": [{"step": int, "val": (int, float), "train": NUMBER}], "?error": str,
-       "?eval": FIGURES, "?nats": [(int, float)],
-       **dict.fromkeys(("?learning_rate", "?tokens", "?parameters", "?val_loss"), NUMBER)}
+       "?eval": FIGURES, "?nats": [(int, float)], "tokens": int, "steps": int,
+       **dict.fromkeys(("?learning_rate", "?tok_per_s", "?parameters", "?val_loss"), NUMBER)}
 RESULTS = {"runs": lambda rows: rows and not misfit(rows, [ROW])}           # the form of the JSON table
 EVALUATION = 100                        # in the progress bar an evaluation counts as this many steps
 SAME_RESULT = {"out_dir", "resume", "micro_batch_size", "log_interval", "device", "kernels", "compile",
@@ -361,6 +361,11 @@ def show(results):
     print_table([("run", [r["name"] for r in results]), *columns, ("best", marks)])
 
 
+def without_seed(name):
+    """The name of a run without the setting seed=."""
+    return " ".join(word for word in name.split() if not word.startswith("seed="))
+
+
 def differences(results):
     """
     Ranks the runs by NELBO and compares each with the next worse one: [dict], in nats per token. Runs that differ only
@@ -370,8 +375,7 @@ def differences(results):
     groups = {}
     for r in results:
         if r.get("nats") and r.get("eval"):
-            name = " ".join(word for word in r["name"].split() if not word.startswith("seed="))
-            groups.setdefault(name, []).append(np.array(r["nats"]) / (r["eval"]["tokens"] / len(r["nats"])))
+            groups.setdefault(without_seed(r["name"]), []).append(np.array(r["nats"]) / (r["eval"]["tokens"] / len(r["nats"])))
     order = sorted(groups, key=lambda name: np.mean(groups[name]))
     rows = []
     for better, worse in zip(order, order[1:]):
@@ -394,10 +398,31 @@ def show_differences(rows):
             ("+-text", "se_text", ".4f"), ("+-seeds", "se_seeds", ".4f"), ("seeds", "seeds", "d"))])
 
 
+def curves(ax, groups, looks, x_of, names):
+    """Draws the validation loss (solid) of every run of the groups, and the training loss (dotted) of the first, over
+    x_of(run, step). names: whether to write each group's name at the end of its first curve."""
+    ends = []
+    for runs in groups:
+        name, colour = looks[runs[0]["base"]]
+        for i, r in enumerate(runs):
+            x, val = [x_of(r, p["step"]) for p in r["points"]], [p["val"] for p in r["points"]]
+            ax.plot(x, val, color=colour, lw=0.8 if i else 1.8)
+            if not i:
+                ax.plot(x, [p["train"] for p in r["points"]], color=colour, lw=0.8, ls=":")
+                ends += [(val[-1], x[-1], name, colour)] if x else []
+    bottom, top = ax.get_ylim()
+    at = -math.inf
+    for val, x, name, colour in sorted(ends) * names:   # moved up where they would overlap
+        at = max(val, at + 0.05 * (top - bottom))
+        ax.annotate(name, (x, at), (6, 0), textcoords="offset points", color=colour, va="center")
+
+
 def picture(results, path, repetitions=()):
-    """Left: validation loss (solid) and training loss (dotted) against the step, for each config file's run without
-    extra settings, or else its best run. Right: perplexity of evaluated runs, with the standard error of the noise.
-    repetitions: results of the same runs from other sweeps; validation loss drawn thin, perplexity hollow."""
+    """
+    Validation and training loss over tokens and over GPU time, for each config file's runs without extra settings, or
+    else its best run. Then the perplexity of evaluated runs, with the standard error of the noise. The first seed is
+    drawn thick and filled; other seeds, and the runs of `repetitions` (results of other sweeps), thin and hollow.
+    """
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -406,47 +431,36 @@ def picture(results, path, repetitions=()):
     kinds = {r["base"]: max((k for k in MODELS if k in r["base"]), key=len, default="") for r in results}
     looks = {base: MODELS[kind] if list(kinds.values()).count(kind) == 1 and kind else (
         base, MODELS[kind][1] if kind else f"C{i}") for i, (base, kind) in enumerate(kinds.items())}
-    evaluated = [r for r in results if r.get("eval")][::-1]
-    others = [r for rows in repetitions for r in rows]
-    fig, ((left, *right),) = plt.subplots(1, 1 + bool(evaluated), squeeze=False,
-                                          figsize=(7 + 6 * bool(evaluated), 4.6))
-    plain, ends = {r["base"]: r for r in results if r["name"] == r["base"]}, []
-    for base, r in {**best_of(results), **plain}.items():
-        name, colour = looks[base]
-        steps, val, training = ([p[key] for p in r["points"]] for key in ("step", "val", "train"))
-        left.plot(steps, training, color=colour, lw=0.8, ls=":")
-        left.plot(steps, val, color=colour, lw=1.8)
-        for again in others:
-            if again["name"] == r["name"]:
-                left.plot(*zip(*((p["step"], p["val"]) for p in again["points"])), color=colour, lw=0.8)
-        ends += [(val[-1], steps[-1], name, colour)] if steps else []
-    bottom, top = left.get_ylim()
-    at = -math.inf
-    for val, step, name, colour in sorted(ends):        # names at the curves' ends, moved up if they would overlap
-        at = max(val, at + 0.05 * (top - bottom))
-        left.annotate(name, (step, at), (6, 0), textcoords="offset points", color=colour, va="center")
-    note = "; thin: again" if others else ""
-    left.set(xlabel="step", ylabel="NELBO, nats per token", title=f"validation (solid) and training (dotted){note}")
-    for ax in right:
-        for i, r in enumerate(evaluated):
+    every, groups = [*results, *(r for rows in repetitions for r in rows)], {}
+    for r in every:
+        groups.setdefault(without_seed(r["name"]), []).append(r)
+    main_groups = {base: groups[without_seed(r["name"])] for base, r in best_of(results).items()}
+    main_groups.update((base, groups[base]) for base in kinds if base in groups)
+    axes = [(lambda r, step: step * r["tokens"] / r["steps"] / 1e6, "million tokens")]
+    if all(r.get("tok_per_s") for r in every):
+        axes.append((lambda r, step: step * r["tokens"] / r["steps"] / r["tok_per_s"] / 60, "GPU minutes"))
+    evaluated = {name: runs for name, runs in groups.items() if any(r.get("eval") for r in runs)}
+    fig, ((*lefts, last),) = plt.subplots(1, len(axes) + 1, squeeze=False, figsize=(5 * len(axes) + 6, 4.6),
+                                          layout="constrained")
+    for ax, (x_of, label) in zip(lefts, axes):
+        curves(ax, main_groups.values(), looks, x_of, names=ax is lefts[0])
+        ax.set(xlabel=label, ylabel="NELBO, nats per token", title="validation (solid), training (dotted)")
+    for i, runs in enumerate(reversed(evaluated.values())):
+        for j, r in enumerate(r for r in runs if r.get("eval")):
             ppl, noise = r["eval"]["ppl"], r["eval"]["nelbo_se_noise"]
-            ax.errorbar(ppl, i, xerr=ppl * noise if noise else None, fmt="o", color=looks[r["base"]][1],
-                        ms=5, capsize=3)
-            for again in others:
-                if again["name"] == r["name"] and again.get("eval"):
-                    ax.plot(again["eval"]["ppl"], i, "o", color=looks[r["base"]][1], ms=5, mfc="none")
-        ax.set_yticks(range(len(evaluated)), [r["name"] for r in evaluated], fontsize=8)
-        ax.set_xscale("log")
-        ax.xaxis.set_minor_locator(LogLocator(subs=(2, 3, 5, 7)))
-        for axis in (ax.xaxis.set_major_formatter, ax.xaxis.set_minor_formatter):
-            axis("{x:.0f}")
-        ax.tick_params(axis="x", which="both", labelsize=8)
-        note = "; hollow: again" if others else ""
-        ax.set(xlabel=f"validation perplexity; bars: its noise{note}")
-        ax.grid(axis="x", which="both", color="0.9")
-    for ax in (left, *right):
+            last.errorbar(ppl, i, xerr=ppl * noise if noise else None, fmt="o", color=looks[r["base"]][1], ms=5,
+                          capsize=3, mfc="none" if j else None)
+    last.set_yticks(range(len(evaluated)), [*reversed(evaluated)], fontsize=8)
+    last.set_xscale("log")
+    last.xaxis.set_minor_locator(LogLocator(subs=(2, 3, 5, 7)))
+    for axis in (last.xaxis.set_major_formatter, last.xaxis.set_minor_formatter):
+        axis("{x:.0f}")
+    last.tick_params(axis="x", which="both", labelsize=8)
+    last.set(xlabel="validation perplexity; bars: its noise; hollow: again")
+    last.grid(axis="x", which="both", color="0.9")
+    last.set_visible(bool(evaluated))
+    for ax in (*lefts, last):
         ax.spines[["top", "right"]].set_visible(False)
-    fig.tight_layout()
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     fig.savefig(path, dpi=130)
     plt.close(fig)
