@@ -14,7 +14,6 @@ import contextlib
 import functools
 import gzip
 import hashlib
-import importlib
 import json
 import os
 import re
@@ -31,19 +30,11 @@ from pathlib import Path
 from data import (ELSEWHERE, HUB, META, SHARD_TOKENS, SPLITS, TASKS, VERSION, DataError, SplitWriter,
                   check_out, encode, get_tokenizer, prepare_stdlib, read_json, read_meta, sha256,
                   show, write_json, write_meta)
-from files import NO_ROOM, misfit, write_file, writing
+from files import NO_ROOM, misfit, need, write_file, writing
 
 SAVE_TOKENS = 4_000_000             # tokens held in memory before they are saved; a kill loses at most these
 BATCH_BYTES = 1 << 20               # bytes of text that a thread tokenises at a time
 DOWNLOAD = "download.tmp"           # folder for downloads, inside the prepared folder; check_out ignores .tmp
-
-
-def need(package):
-    """Imports an optional package. Raises DataError with the pip command if it is missing."""
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise DataError(f"{package} is not installed: pip install {package.split('.')[0]}") from None
 
 
 def unreadable(path, error):
@@ -77,7 +68,7 @@ class Batch:
 
 def zstd_lines(file):
     """The lines of a .zst file. Raises OSError if it is damaged, EOFError if its end is missing."""
-    zstandard, rest = need("zstandard"), b""
+    zstandard, rest = need("zstandard", "a .zst file"), b""
     decoder = zstandard.ZstdDecompressor().decompressobj()
     while piece := file.read(1 << 16):
         while piece:
@@ -356,7 +347,7 @@ def hub_files(repo, revision, wanted, out, local=None, what=""):
         names = [p.relative_to(local).as_posix() for p in Path(local).rglob("*") if p.is_file()]
         fetch, revision = functools.partial(Path, local), "a local copy"
     else:
-        hub = need("huggingface_hub")
+        hub = need("huggingface_hub", repo)
         revision = on_hub(repo, hub.HfApi().dataset_info, revision=revision).sha
         where = dict(repo_type="dataset", revision=revision)
         names = on_hub(repo, hub.HfApi().list_repo_files, **where)
@@ -427,7 +418,7 @@ def question(task, row, number):
 
 def read_rows(path):
     """(number, row) of a .jsonl or .parquet file. Raises DataError for a line that is not JSON."""
-    parquet = need("pyarrow.parquet") if path.suffix == ".parquet" else None
+    parquet = need("pyarrow.parquet", path) if path.suffix == ".parquet" else None
     try:
         rows = parquet.read_table(path).to_pylist() if parquet else path.read_bytes().splitlines()
     except (OSError, ValueError) as error:      # pyarrow raises ValueError
