@@ -38,8 +38,8 @@ def is_tensor(x):
     return isinstance(x, torch.Tensor) and x.layout == torch.strided and x.is_floating_point() and x.itemsize > 1
 
 
-# The forms of a checkpoint and of a saved prefix, in the notation of files.misfit. Keys with "?" may be missing: sampling
-# and evaluation need the weights only, train.py needs the other entries to resume.
+# The forms of a checkpoint and of a saved prefix, in the notation of files.misfit. Keys with "?" may be missing:
+# sampling and evaluation need the weights only, train.py needs the other entries to resume.
 CHECKPOINT = {
     "format": re.compile("nanobdlm-1"), "model": {"*": is_tensor},
     "config": lambda config: isinstance(config, dict) and all(
@@ -104,9 +104,9 @@ def load_checkpoint(path, *needed):
     path = os.fspath(path)
     record = read_checkpoint(path, needed)
     config, weights, expected = ModelConfig(**record["config"]), record["model"], None
-    # A damaged configuration may have any sizes. The meta device allocates no memory, but each layer takes time: a model
-    # with more layers than weights cannot fit and is not made. Sizes beyond 64 bits raise an error. In both cases
-    # `expected` stays None, which no table of shapes equals.
+    # A damaged configuration may have any sizes. The meta device allocates no memory, but each layer takes time: a
+    # model with more layers than weights cannot fit and is not made. Sizes beyond 64 bits raise an error. In both
+    # cases `expected` stays None, which no table of shapes equals.
     if config.n_layer <= len(weights):
         with torch.device("meta"), contextlib.suppress(TypeError, RuntimeError):
             expected = shapes(BlockDiffusionLM(config).state_dict())
@@ -162,8 +162,8 @@ def need_cache(config):
 
 def read_prefix(model, tokens, before=None, on_chunk=None):
     """Reads tokens (m,) and returns their Prefix. before: a Prefix to continue; its tokens come first, and those in its
-    cache are not read again. on_chunk(n) is called when n more tokens have been read. Raises ModelError if the model has
-    no cache."""
+    cache are not read again. on_chunk(n) is called when n more tokens have been read. Raises ModelError if the model
+    has no cache."""
     need_cache(model.config)
     tokens = tokens.cpu() if before is None else torch.cat([before.tokens, tokens.cpu()])
     l = model.config.block_len
@@ -265,7 +265,8 @@ def export(checkpoint, to, dtype="float32"):
     safetensors = need("safetensors.torch", to)
     model, record = load_model(find_checkpoint(checkpoint), "cpu", "tokenizer", "step")
     settings = {k: v for k, v in record.get("settings", {}).items() if k in ("data", "learning_rate")}
-    weights = safetensors.save(cast_for_inference(model, getattr(torch, dtype)).state_dict(), metadata=dict(format="pt"))
+    weights = cast_for_inference(model, getattr(torch, dtype)).state_dict()
+    weights = safetensors.save(weights, metadata=dict(format="pt"))                         # the bytes of the file
     config = dict(format="nanobdlm-1", config=dataclasses.asdict(model.config), dtype=dtype, step=record["step"],
                   tokenizer=record["tokenizer"], settings=settings, versions=VERSIONS,
                   sha256=hashlib.sha256(weights).hexdigest())

@@ -190,8 +190,8 @@ def configure(namespace, argv=None):
 
 def check(settings, least=None, most=None, above=None, below=None, choices=None):
     """
-    Raises ConfigError for the first setting that is out of bounds: least <= value, value <= most, above < value, value <
-    below, value in choices. Each bound is a dict {name of a setting: bound}. A value of None is within the first four.
+    Raises ConfigError for the first setting that is out of bounds: least <= value <= most, above < value < below, value
+    in choices. Each argument is a dict {name of a setting: bound}. A value of None is within all bounds but choices.
     """
     bounds = ((least, operator.ge, "at least"), (most, operator.le, "at most"),
               (above, operator.gt, "above"), (below, operator.lt, "below"))
