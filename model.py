@@ -182,11 +182,11 @@ class TimestepEmbedding(nn.Module):
 #   denoise      generation: one active block, which reads the cache and writes nothing
 # Training and generation compute the same function. That is what makes the cache exact.
 #
-# u     normalised and modulated input of the mixer
-# rope  cos and sin of the positions of u; in two_stream, of the whole sequence
-# masks the two masks of ops.two_stream_masks
-# state the mixer's part of the cache, see Cache.layers; lengths (b,) is the number of tokens that each row holds
-# last  whether this is the last layer: nothing reads its clean output
+# Their arguments:
+#   u, clean, noisy   the input of the mixer, normalised and modulated
+#   rope              cos and sin of the positions of u; in two_stream, of the whole sequence
+#   masks, last       those of ops.two_stream_masks; whether this is the last layer: nothing reads its clean output
+#   state, lengths    the mixer's part of the cache, see Cache.layers; (b,) the tokens that each row of it holds
 
 class Attention(nn.Module):
     def __init__(self, config):
