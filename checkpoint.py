@@ -1,9 +1,9 @@
 """
-Saves and loads what a model leaves on disk. Only this file knows the formats:
+Saves and loads the three things that a model leaves on disk. Only this file knows their formats:
 
   checkpoint   one file: weights, configuration, optimizer state, step, versions; train.py resumes from it
   export       a folder with the weights alone, as safetensors, to publish a model
-  Prefix       a prompt and the cache after reading it, so that it is read only once
+  Prefix       a file with a prompt and the cache after reading it, so that it is read only once
 
 Reading never runs code from the file. Writing never leaves half a file.
 
@@ -15,7 +15,6 @@ from configurator import ConfigError, check, configure, script  # first: see qui
 import contextlib
 import dataclasses
 import hashlib
-import importlib
 import inspect
 import json
 import os
@@ -27,33 +26,31 @@ import zipfile
 import torch
 
 from data import sha256
-from files import read_record, write_file
+from files import need, read_record, write_file
 from model import BlockDiffusionLM, Cache, ModelConfig, ModelError, cast_for_inference
 
-FIELDS = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
-VERSIONS = dict(torch=str(torch.__version__), python=platform.python_version())
+VERSIONS = dict(torch=str(torch.__version__), python=platform.python_version())         # TorchVersion is no plain str
 WEIGHTS, CONFIG, CARD = EXPORT = ("model.safetensors", "config.json", "README.md")      # the files of an export
 
 
 def is_tensor(x):
-    """True for real numbers of 16 bits or more."""
+    """Whether x is a dense tensor of floats of 16 bits or more, as all weights, moments and states are."""
     return isinstance(x, torch.Tensor) and x.layout == torch.strided and x.is_floating_point() and x.itemsize > 1
 
 
-# The forms of the two kinds of files, in the notation of files.misfit. Keys with "?" may be missing: sampling and
-# evaluation need the weights only, train.py needs the other entries to resume.
+# The forms of a checkpoint and of a saved prefix, in the notation of files.misfit. Keys with "?" may be missing:
+# sampling and evaluation need the weights only, train.py needs the other entries to resume.
 CHECKPOINT = {
     "format": re.compile("nanobdlm-1"), "model": {"*": is_tensor},
-    "config": lambda config: isinstance(config, dict) and all(type(v) is FIELDS.get(k) for k, v in config.items()),
+    "config": lambda config: isinstance(config, dict) and all(
+        type(value) is ModelConfig.__annotations__.get(name) for name, value in config.items()),
     "?tokenizer": str, "?settings": {"?data": str, "?learning_rate": (int, float)}, "?step": range(2 ** 62),
     "?optimizer": {"step": range(2 ** 62), "*": {"exp_avg": is_tensor, "exp_avg_sq": is_tensor}},
-    "?losses": [float], "?skipped": range(2 ** 62),
-}
+    "?losses": [float], "?skipped": range(2 ** 62)}
 PREFIX = {
-    "format": re.compile(r"nanobdlm-prefix-\d+"), "fingerprint": str,
+    "format": re.compile("nanobdlm-prefix-2"), "fingerprint": str,
     "tokens": lambda x: isinstance(x, torch.Tensor) and x.dtype == torch.int64 and x.dim() == 1,
-    "layers": [lambda state: isinstance(state, tuple) and len(state) == 2 and all(map(is_tensor, state))],
-}
+    "layers": [lambda state: isinstance(state, tuple) and len(state) == 2 and all(map(is_tensor, state))]}
 
 
 def save_checkpoint(path, model, **extra):
@@ -64,8 +61,7 @@ def save_checkpoint(path, model, **extra):
 
 def save(path, record):
     """torch.save, but the file is whole when it appears. Raises UserError if it cannot be written."""
-    write_file(path, lambda f: torch.save(record, f),
-               "choose another path; an older file of that name is untouched")
+    write_file(path, lambda f: torch.save(record, f), "choose another path; an older file of that name is untouched")
 
 
 def read_tensors(path, mmap=False):
@@ -77,43 +73,45 @@ def read_tensors(path, mmap=False):
 
 
 def shapes(table):
+    """{name: shape} of {name: tensor}."""
     return {name: tuple(x.shape) for name, x in table.items()}
 
 
-def read_checkpoint(path, parts):
-    """Reads the record of a checkpoint or of an export. parts: keys that it must have, although CHECKPOINT allows them
+def read_checkpoint(path, needed):
+    """Reads the record of a checkpoint or of an export. needed: keys that it must have, although CHECKPOINT allows them
     to be missing. Raises UserError for any other file."""
-    # The form with the "?" removed from the keys in `parts`: those keys must be there.
-    form = {key.removeprefix("?") if key[1:] in parts else key: part for key, part in CHECKPOINT.items()}
-    load, advice, exported = read_tensors, "train again or use another file", path.endswith(".safetensors")
+    form = {key.removeprefix("?") if key[1:] in needed else key: part for key, part in CHECKPOINT.items()}
+    exported = path.endswith(".safetensors")
     if not os.path.isfile(path):
-        if "optimizer" in parts and os.path.isfile(os.path.join(os.path.dirname(path), WEIGHTS)):
+        if "optimizer" in needed and os.path.isfile(os.path.join(os.path.dirname(path), WEIGHTS)):
             raise ModelError(f"{path} is missing, and the {WEIGHTS} beside it is an export, without the optimizer "
                              f"state that --resume needs; name the folder in which the model was trained")
         how = "python checkpoint.py export" if exported else "python train.py"
         raise ModelError(f"there is no checkpoint at {path}; make one with {how}")
+    load, advice = read_tensors, "train again or use another file"
     if exported:
         load, advice = read_export, f"an export is {WEIGHTS} with its {CONFIG}: export or download it again"
-        need("safetensors.torch", path)
+        need("safetensors.torch", path)                 # here, as read_record takes any error for a damaged file
         # config.json holds the sha256 of the weights, so it is noticed if the two files come from different exports.
         form |= dict(dtype=re.compile("float32|bfloat16"), sha256=lambda digest: digest == sha256(path))
     return read_record(path, load, form, "a whole nanoBDLM checkpoint", advice)
 
 
-def load_checkpoint(path, *parts):
+def load_checkpoint(path, *needed):
     """Reads a checkpoint or an export as plain data on the CPU. Checks that its weights are finite, and that weights
-    and optimizer moments have the shapes of its configuration. Raises UserError if not, or if one of `parts`, such as
-    optimizer, is missing."""
+    and optimizer moments have the shapes of its configuration. needed: the optional keys that it must have, such as
+    "optimizer". Raises UserError for a file that is damaged or lacks one of these keys."""
     path = os.fspath(path)
-    record = read_checkpoint(path, parts)
+    record = read_checkpoint(path, needed)
     config, weights, expected = ModelConfig(**record["config"]), record["model"], None
-    # A damaged configuration may have any sizes. The meta device allocates no memory, but each layer takes time, and a
-    # model with more layers than weights cannot fit. Sizes beyond 64 bits raise an error; then `expected` stays None.
+    # A damaged configuration may have any sizes. The meta device allocates no memory, but each layer takes time: a
+    # model with more layers than weights cannot fit and is not made. Sizes beyond 64 bits raise an error. In both
+    # cases `expected` stays None, which no table of shapes equals.
     if config.n_layer <= len(weights):
         with torch.device("meta"), contextlib.suppress(TypeError, RuntimeError):
             expected = shapes(BlockDiffusionLM(config).state_dict())
     tables = [weights]
-    if "optimizer" in parts:
+    if "optimizer" in needed:
         moments = {name: part for name, part in record["optimizer"].items() if name != "step"}
         tables += [{name: part[key] for name, part in moments.items()} for key in ("exp_avg", "exp_avg_sq")]
     if any(shapes(table) != expected for table in tables):
@@ -124,10 +122,10 @@ def load_checkpoint(path, *parts):
     return record
 
 
-def load_model(path, device="cpu", *parts):
-    """Loads a checkpoint or an export. Returns the model, in evaluation mode on `device`, and the record. parts: see
+def load_model(path, device="cpu", *needed):
+    """Loads a checkpoint or an export. Returns the model, in evaluation mode on `device`, and the record. needed: see
     load_checkpoint."""
-    record = load_checkpoint(path, *parts)
+    record = load_checkpoint(path, *needed)
     model = BlockDiffusionLM(ModelConfig(**record["config"])).to(device)
     model.load_state_dict(record["model"])
     return model.eval(), record
@@ -148,11 +146,12 @@ class Prefix:
 def copy_rows(source, target, rows):
     """Copies the one-row cache `source` into the rows `rows` of the cache `target`, whose max_len may be larger."""
     for i in rows:
-        for source_state, target_state in zip(source.layers, target.layers):
-            for a, b in zip(source_state, target_state):
+        row = target.rows(i, i + 1)                     # shares the memory of `target`
+        for source_state, row_state in zip(source.layers, row.layers):
+            for a, b in zip(source_state, row_state):
                 # Keys and values fill the first positions of the longer row. Boundary states have equal shapes.
-                b[i:i + 1][tuple(slice(n) for n in a.shape)].copy_(a)
-        target.lengths[i:i + 1].copy_(source.lengths)
+                b[tuple(slice(n) for n in a.shape)].copy_(a)
+        row.lengths.copy_(source.lengths)
 
 
 def need_cache(config):
@@ -162,15 +161,16 @@ def need_cache(config):
 
 
 def read_prefix(model, tokens, before=None, on_chunk=None):
-    """Reads tokens (m,) and returns their Prefix. before: a Prefix to continue; its tokens come first and are not read
-    again. on_chunk(n) is called when n more tokens have been read. Raises ModelError if the model has no cache."""
+    """Reads tokens (m,) and returns their Prefix. before: a Prefix to continue; its tokens come first, and those in its
+    cache are not read again. on_chunk(n) is called when n more tokens have been read. Raises ModelError if the model
+    has no cache."""
     need_cache(model.config)
     tokens = tokens.cpu() if before is None else torch.cat([before.tokens, tokens.cpu()])
     l = model.config.block_len
     cache = model.new_cache(1, len(tokens) // l * l)
     if before is not None:
         copy_rows(before.cache, cache, [0])
-    held = int(cache.lengths)
+    held = int(cache.lengths)                           # tokens that the cache holds already
     model.prefill(tokens[None, held:cache.max_len].to(cache.lengths.device), cache, on_chunk=on_chunk)
     return Prefix(tokens, cache)
 
@@ -204,31 +204,22 @@ def load_prefix(path, config, mark):
     held = len(tokens) // config.block_len * config.block_len
     with torch.device("meta"):
         expected = BlockDiffusionLM(config).new_cache(1, held).layers
-    for wrong, how in (
-            (record["format"] != "nanobdlm-prefix-2", "by another version, with another kind of fingerprint"),
-            (record["fingerprint"] != mark, "with other weights, another configuration or another dtype"),
-            ([[x.shape for x in state] for state in layers] != [[x.shape for x in state] for state in expected]
-             or not all(x.isfinite().all() for state in layers for x in state)
-             or ((tokens < 0) | (tokens >= config.mask_id)).any(), "damaged: its tokens and its cache do not fit")):
-        if wrong:
-            raise ModelError(f"{path} was saved {how}; make it again with --save_cache")
+    if record["fingerprint"] != mark:
+        raise ModelError(f"{path} was saved with other weights, another configuration or another dtype; make it again "
+                         f"with --save_cache")
+    if ([[x.shape for x in state] for state in layers] != [[x.shape for x in state] for state in expected]
+            or not all(x.isfinite().all() for state in layers for x in state)
+            or ((tokens < 0) | (tokens >= config.mask_id)).any()):
+        raise ModelError(f"{path} is damaged: its tokens and its cache do not fit; make it again with --save_cache")
     return Prefix(tokens, Cache(layers, torch.tensor([held]), held))
 
 
 # ----------------------------------------------------------------------------------------------
 # An export: the state dict as safetensors, and a config.json with the other entries of a checkpoint
 
-def need(package, path):
-    """Imports an optional package, or raises ModelError with the command that installs it. path: for the message."""
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise ModelError(f"{path} needs {package}: pip install {package.partition('.')[0]}") from None
-
-
 def download(path):
     """Downloads hf://owner/name or hf://owner/name@revision, unless it is in the cache of huggingface_hub. Returns the
-    folder. Raises ModelError."""
+    folder. Raises UserError."""
     found = re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@(.+))?", path)
     if not found:
         raise ModelError(f"{path} is not the name of a model; write hf://owner/name or hf://owner/name@revision")
@@ -242,18 +233,19 @@ def download(path):
 
 def find_checkpoint(path):
     """The path of the weights file. `path` may be that file itself; a folder, which stands for its ckpt.pt or, if it
-    has none, for its export; or hf://owner/name, an export on the Hugging Face hub. Raises ModelError."""
-    folder = download(path) if path.startswith("hf://") else path
-    if not os.path.isdir(folder):
-        return folder
-    held = [name for name in ("ckpt.pt", WEIGHTS, CONFIG) if os.path.isfile(os.path.join(folder, name))]
-    exported = folder != path or held and held[0] != "ckpt.pt"     # a download is always an export
-    return os.path.join(folder, WEIGHTS if exported else "ckpt.pt")
+    has none, for its export; or hf://owner/name, an export on the Hugging Face hub. Raises UserError."""
+    if path.startswith("hf://"):
+        return os.path.join(download(path), WEIGHTS)
+    if not os.path.isdir(path):
+        return path
+    holds = {name: os.path.isfile(os.path.join(path, name)) for name in ("ckpt.pt", WEIGHTS, CONFIG)}
+    is_export = not holds["ckpt.pt"] and (holds[WEIGHTS] or holds[CONFIG])
+    return os.path.join(path, WEIGHTS if is_export else "ckpt.pt")
 
 
 def read_export(path):
-    """Reads an export into the form of a checkpoint: the tensors at `path`, and the config.json in the same folder.
-    Neither format can hold code."""
+    """Reads an export into the form of a checkpoint: the tensors at `path`, and the other entries from the config.json
+    in the same folder. Neither format can hold code."""
     with open(os.path.join(os.path.dirname(path), CONFIG), encoding="utf-8") as f:
         return dict(json.load(f), model=need("safetensors.torch", path).load_file(path))
 
@@ -270,19 +262,23 @@ def export(checkpoint, to, dtype="float32"):
     """
     if held := [name for name in EXPORT if os.path.lexists(os.path.join(to, name))]:
         raise ConfigError(f"{to} holds {held[0]} already, which would be lost; name another folder with --to")
-    save = need("safetensors.torch", to).save
+    safetensors = need("safetensors.torch", to)
     model, record = load_model(find_checkpoint(checkpoint), "cpu", "tokenizer", "step")
     settings = {k: v for k, v in record.get("settings", {}).items() if k in ("data", "learning_rate")}
-    weights = save(cast_for_inference(model, getattr(torch, dtype)).state_dict(), metadata=dict(format="pt"))
+    weights = cast_for_inference(model, getattr(torch, dtype)).state_dict()
+    weights = safetensors.save(weights, metadata=dict(format="pt"))                         # the bytes of the file
     config = dict(format="nanobdlm-1", config=dataclasses.asdict(model.config), dtype=dtype, step=record["step"],
                   tokenizer=record["tokenizer"], settings=settings, versions=VERSIONS,
                   sha256=hashlib.sha256(weights).hexdigest())
-    contents = lambda f: f.write(weights), json.dumps(config, indent=2) + "\n", model_card(model, config)
-    for name, content in zip(EXPORT, contents):         # the weights first: if the disk fills up, it is here
-        write_file(os.path.join(to, name), content, "name another folder with --to")
+    advice = "name another folder with --to"
+    # The weights come first: if the disk is too small, nothing is left behind.
+    write_file(os.path.join(to, WEIGHTS), lambda f: f.write(weights), advice)
+    write_file(os.path.join(to, CONFIG), json.dumps(config, indent=2) + "\n", advice)
+    write_file(os.path.join(to, CARD), model_card(model, config), advice)
 
 
 def model_card(model, config):
+    """The README.md of an export: what the model is and how to sample from it. config: the content of config.json."""
     c = model.config
     return f"""---
 library_name: nanobdlm
@@ -304,8 +300,9 @@ To sample from it, run this in a copy of nanoBDLM. FOLDER is this folder, or hf:
 
 def main(words):
     """Runs `python checkpoint.py` with these words of the command line. Raises UserError."""
-    settings, helped = dict(__doc__=inspect.getdoc(export), to="", dtype="float32"), {"-h", "--help"} & set(words)
-    if not helped and (words[:1] != ["export"] or words[1:2] == [] or words[1].startswith("-")):
+    settings = dict(__doc__=inspect.getdoc(export), to="", dtype="float32")
+    helped = {"-h", "--help"} & set(words)
+    if not helped and (words[:1] != ["export"] or len(words) < 2 or words[1].startswith("-")):
         raise ConfigError(f"write python checkpoint.py export out/ --to=folder, not {' '.join(words) or 'nothing'}")
     configure(settings, words if helped else words[2:])
     check(settings, choices=dict(dtype=("float32", "bfloat16")))

@@ -1,34 +1,36 @@
 """
-Plain Python settings with command-line overrides, in the spirit of nanoGPT's configurator.
-
-A script defines its settings as module globals and calls `configure(globals())`. Then
+Settings of a script: plain Python globals, overridden by config files and flags, in the spirit of nanoGPT's
+configurator; and `script`, which turns an error that the user can correct into one sentence.
 
     python train.py config/mamba_h_87m.py --learning_rate=4e-3 --resume
     python sample.py --length 65536
 
-apply the config files and the flags in the order given; the last value of a setting counts. A config file
-is Python: it may compute, import, and read the current values of settings, but every public name that it
-assigns must be a setting of the script. A value must have the type of the default. An int is accepted for a
-float. A bool must be true or false. A setting whose default is None accepts any value. Names in capitals
-are constants, not settings.
-
+    learning_rate = 2e-3                                    # in the script: a global with a plain value is a setting
     with script("train.py"):
-        configure(globals())
-        check(globals(), least=dict(batch_size=1), choices=dict(dtype=("auto", "float32")))
+        configure(globals())                                # files and flags in the order given: the last one counts
+        check(globals(), above=dict(learning_rate=0))
         main()
 
-ends with one sentence and an exit status, not with a traceback, if the error is one that the user can correct.
+A config file is Python. It may compute, import, and read the current values of settings, but every public name that
+it assigns must be a setting of the script. Names in capitals are constants, not settings.
 """
 import ast
 import contextlib
 import difflib
+import operator
 import os
 import re
 import sys
 import time
 import types
 
-STARTED = time.time()                   # when the script started, as every script imports this module first
+from tqdm import tqdm                   # the progress bar of all scripts, which import it from here
+
+STARTED = time.time()                   # when the script started: every script imports this module first
+# Names of nanoGPT's settings, and earlier names of ours, for the hint after an unknown name.
+OTHER_NAMES = dict(start="prompt", max_new_tokens="length", block_size="seq_len", n_embd="d_model", dataset="data",
+                   lr_decay_iters="max_iters", eval_iters="eval_sequences", order="decoder")
+PLAIN = (bool, int, float, str, list, tuple, type(None))    # types of the values that a setting can have
 
 
 class UserError(ValueError):
@@ -41,8 +43,8 @@ class ConfigError(UserError):
 
 
 def quiet_interrupt(kind, error, trace, default_hook=sys.excepthook):
-    """An excepthook that prints one line for Ctrl-C. Imports take seconds and run before `script` is entered, so every
-    script imports this module before the others."""
+    """An excepthook that prints one line for Ctrl-C, and leaves other errors to the hook before it. `script` does so
+    too, but is entered only after the imports, which take seconds: so every script imports this module first."""
     if issubclass(kind, KeyboardInterrupt):
         return print("stopped", file=sys.stderr)
     default_hook(kind, error, trace)
@@ -51,59 +53,54 @@ def quiet_interrupt(kind, error, trace, default_hook=sys.excepthook):
 sys.excepthook = quiet_interrupt
 
 
-# Names of nanoGPT's settings, and earlier names of ours, for the hint after an unknown name.
-OTHER_NAMES = dict(start="prompt", max_new_tokens="length", block_size="seq_len", n_embd="d_model", dataset="data",
-                   lr_decay_iters="max_iters", eval_iters="eval_sequences", order="decoder")
-_SIMPLE = (bool, int, float, str, list, tuple, type(None))
-
+# ---------------------------------------------------------------------------------------------
+# Settings
 
 def settings_of(namespace):
     """The settings in a namespace: public names with plain values, in order of definition."""
     return {k: v for k, v in namespace.items()
-            if not k.startswith("_") and not k.isupper() and isinstance(v, _SIMPLE)}
+            if not k.startswith("_") and not k.isupper() and isinstance(v, PLAIN)}
 
 
 def check_name(name, settings, where):
-    """Raises ConfigError, with the most similar settings, if `name` is not a setting. where: for the message."""
+    """Raises ConfigError, with the most similar settings, if `name` is not a setting. where: the file or "command
+    line", for the message."""
     if name not in settings:
-        near = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in settings else difflib.get_close_matches(
-            name, settings, n=2, cutoff=0.5)
+        near = difflib.get_close_matches(name, settings, n=2, cutoff=0.5)
+        if OTHER_NAMES.get(name) in settings:
+            near = [OTHER_NAMES[name]]
         hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all settings"
         raise ConfigError(f"{where}: there is no setting '{name}'; {hint}")
 
 
 def fit(name, value, default, where):
-    """Returns value in the type of default: 1 for 1.0 and the reverse are accepted. Raises ConfigError otherwise."""
-    if default is None:
+    """Returns the value in the type of the setting's default. An int fits a float, a whole float fits an int, lists and
+    tuples fit each other, and anything fits None. Raises ConfigError for a value that does not fit."""
+    given, due = type(value), type(default)
+    if default is None or given is due:
         return value
-    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(default, int) and not isinstance(default, bool) and isinstance(value, float):
-        if value.is_integer():
-            return int(value)                       # --max_iters=2e4 is 20000
-    if isinstance(default, (list, tuple)) and isinstance(value, (list, tuple)):
-        return type(default)(value)
-    if type(value) is not type(default):
-        kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", list: "a list"}
-        wanted = kinds.get(type(default), f"a {type(default).__name__}")
-        raise ConfigError(f"{where}: {name} takes {wanted} (default {default!r}), not {value!r}")
-    return value
+    if (given, due) == (int, float) or (given, due) == (float, int) and value.is_integer():
+        return due(value)                           # --max_iters=2e4 is 20000
+    if given in (list, tuple) and due in (list, tuple):
+        return due(value)
+    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", list: "a list"}
+    wanted = kinds.get(due, f"a {due.__name__}")
+    raise ConfigError(f"{where}: {name} takes {wanted} (default {default!r}), not {value!r}")
 
 
 def parse_value(text, default):
-    """The value of a flag's text. If the default is a string, the text itself."""
+    """The value of a flag's text. For a setting of text it is the text itself, so `--out_dir=3` names a folder."""
     if isinstance(default, str):
         return text
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
+    is_list = isinstance(default, (list, tuple))
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):               # a word; fit() rejects it if the setting is a number
-        value = text.split(",") if isinstance(default, (list, tuple)) else text
-    if isinstance(default, (list, tuple)) and not isinstance(value, (list, tuple)):
-        return [value]
-    return value
+    except (ValueError, SyntaxError):               # a word, or the words of a list; `fit` refuses it for a number
+        value = text.split(",") if is_list else text
+    return [value] if is_list and not isinstance(value, (list, tuple)) else value
 
 
 def find_config(path):
@@ -119,16 +116,16 @@ def find_config(path):
 
 
 def read_file(path, settings):
-    """Executes a config file with the settings as its globals. Returns {name: value} of what it changed. Raises
-    ConfigError if the file does not exist or fails."""
+    """Executes a config file with a copy of the settings as its globals. Returns {name: value} of the public names that
+    it added or changed. Raises ConfigError if the file does not exist or fails."""
     path = find_config(path)
-    scope = dict(settings, __file__=path, __name__="config")            # a copy: settings stay as they are
+    scope = dict(settings, __file__=path, __name__="config")
     try:
         with open(path, encoding="utf-8-sig") as f:
             exec(compile(f.read(), path, "exec"), scope)
     except (Exception, SystemExit) as error:        # the user's code may raise anything
         raise ConfigError(f"config file {path} failed: {type(error).__name__}: {error}") from error
-    helpers = (types.ModuleType, types.FunctionType, type)
+    helpers = (types.ModuleType, types.FunctionType, type)              # what a file imports or defines is no setting
     return {k: v for k, v in scope.items() if not k.startswith("_") and not isinstance(v, helpers)
             and not (k in settings and v is settings[k])}
 
@@ -141,6 +138,7 @@ def check_words(words):
 
 
 def print_help(namespace, settings):
+    """Prints the docstring of a script, then its settings: values, and the comments after them in the source."""
     print((namespace.get("__doc__") or "").strip())
     print("\nsettings (override with --name=value, or a config file):")
     meanings = {}
@@ -174,12 +172,13 @@ def configure(namespace, argv=None):
         name, equals, text = word[2:].partition("=")
         name = name.replace("-", "_")
         check_name(name, settings, "command line")
-        if not equals:                              # `--name value`, or `--name` alone, which sets a bool to true
-            alone = isinstance(defaults[name], bool) and not (
-                words and words[0].lower() in ("true", "false"))
-            if not alone and not words:
+        if not equals:                              # `--name value`; or, for a bool, `--name` alone, which is true
+            if isinstance(defaults[name], bool) and (not words or words[0].lower() not in ("true", "false")):
+                text = "true"
+            elif words:
+                text = words.pop(0)
+            else:
                 raise ConfigError(f"command line: --{name} needs a value")
-            text = "true" if alone else words.pop(0)
         value = parse_value(text, defaults[name])
         settings[name] = fit(name, value, defaults[name], "command line")
     namespace.update(settings)
@@ -191,15 +190,15 @@ def configure(namespace, argv=None):
 
 def check(settings, least=None, most=None, above=None, below=None, choices=None):
     """
-    Raises ConfigError for the first setting that is out of bounds. Each argument is a dict {name: bound}. value >=
-    least, value <= most, value > above, value < below; choices: the list of allowed values. None is within all bounds.
+    Raises ConfigError for the first setting that is out of bounds: least <= value <= most, above < value < below, value
+    in choices. Each argument is a dict {name of a setting: bound}. A value of None is within all bounds but choices.
     """
-    bounds = ((least, lambda v, b: v >= b, "at least"), (most, lambda v, b: v <= b, "at most"),
-              (above, lambda v, b: v > b, "above"), (below, lambda v, b: v < b, "below"))
+    bounds = ((least, operator.ge, "at least"), (most, operator.le, "at most"),
+              (above, operator.gt, "above"), (below, operator.lt, "below"))
     for table, holds, words in bounds:
         for name, bound in (table or {}).items():
             value = settings[name]
-            if value is not None and not holds(value, bound):           # a NaN fails every comparison
+            if value is not None and not holds(value, bound):           # a NaN is within no bound
                 raise ConfigError(f"{name} must be {words} {bound}, but is {value}")
     for name, allowed in (choices or {}).items():
         if settings[name] not in allowed:
@@ -207,31 +206,7 @@ def check(settings, least=None, most=None, above=None, below=None, choices=None)
 
 
 # ---------------------------------------------------------------------------------------------
-# Around the main function of a script
-
-try:
-    from tqdm import tqdm
-except ImportError:
-    class tqdm:
-        """Stands in for tqdm's progress bar if tqdm is not installed. Shows nothing."""
-        def __init__(self, iterable=(), *_, initial=0, **__):
-            self.iterable, self.n = iterable, initial
-
-        def __iter__(self):
-            return iter(self.iterable)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def update(self, n=1):
-            self.n += n
-
-        def __getattr__(self, name):                    # clear, close, refresh and so on do nothing
-            return lambda *_, **__: None
-
+# The end of a script
 
 def mute():
     """Discards everything printed from now on. At its exit Python flushes stdout, and would print an error if stdout

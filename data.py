@@ -60,7 +60,7 @@ META = (                            # the two forms of meta.json, see files.misf
      "skipped": range(2 ** 48), "splits": {"*": {
          "tokens": COUNT, "documents": COUNT, "utf8_bytes": COUNT,
          "shards": [{"file": re.compile(r"[a-z]+_\d+\.bin"), "tokens": COUNT}]}}},
-    {"tasks": {"*": lambda name: False,
+    {"tasks": {"*": lambda info: False,         # no other task
                **{f"?{task}": {"questions": COUNT, "source": str, "split": str} for task in TASKS}}},
 )
 
@@ -139,8 +139,8 @@ def write_json(path, value):
 
 
 def append(path, size, data, header=b""):
-    """Makes `data` the content of a file from byte `size` on, and `header` that from byte 0 on, and syncs. What an
-    interrupted run wrote after byte `size` is lost."""
+    """Cuts a file to `size` bytes, which drops what an interrupted run wrote after them; size 0: makes a new file. Then
+    appends `data`, writes `header` over the beginning, and syncs."""
     with open(path, "r+b" if size else "wb", buffering=0) as file:
         if file.seek(0, os.SEEK_END) < size:
             raise DataError(f"{path} is shorter than it was: remove {path.parent} and start again")
@@ -177,13 +177,13 @@ class SplitWriter:
         tokens = np.concatenate([np.empty(0, "<u2"), *self.pending])
         n_written = self.tokens
         while len(tokens):
-            # `filled` tokens of this shard are on disk. `part` fills it; the rest goes to the next shard.
+            # `filled` tokens of this shard are on disk. `part` goes into it, the other tokens into the next shard.
             shard, filled = divmod(n_written, self.shard_tokens)
             part, tokens = np.split(tokens, [self.shard_tokens - filled])
             header = np.zeros(HEADER_WORDS, "<i4")
             header[:3] = MAGIC, VERSION, filled + len(part)
             size = HEADER_BYTES + 2 * filled if filled else 0
-            body = part if filled else header.tobytes() + part.tobytes()
+            body = part if filled else header.tobytes() + part.tobytes()        # a new file has no header yet
             append(self.out / f"{self.split}_{shard:05d}.bin", size, body, header)
             n_written += len(part)
         if self.rows:
@@ -225,7 +225,8 @@ def write_meta(out, source, revision, tokenizer, writers, skipped=0, made_from=N
 
 # -- the default corpus ---------------------------------------------------------------------------
 
-# Tests repeat themselves; encodings and pydoc_data are generated tables rather than written code.
+# Tests repeat themselves; encodings and pydoc_data are generated tables rather than written code, and so are the
+# folders config-* and the files _sysconfigdata*.py.
 STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test",
                    "encodings", "pydoc_data"}
 
@@ -234,8 +235,8 @@ def stdlib_texts(root):
     """Yields (relative path, text) of each .py file below root, in sorted order. text is None if unreadable."""
     paths = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [f for f in folders if f not in STDLIB_EXCLUDED and f[:7] != "config-"]
-        paths += [Path(folder, n) for n in names if n.endswith(".py") and n[:12] != "_sysconfigda"]
+        folders[:] = [f for f in folders if f not in STDLIB_EXCLUDED and not f.startswith("config-")]
+        paths += [Path(folder, n) for n in names if n.endswith(".py") and not n.startswith("_sysconfigda")]
     for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
         try:
             yield name, path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
@@ -315,8 +316,8 @@ def read_meta(path):
 
 @functools.lru_cache(maxsize=4)
 def permutation(seed, epoch, n):
-    """A random permutation of n windows, for one epoch. RandomState, because NumPy guarantees that its numbers never
-    change between versions."""
+    """A random permutation of n windows for one epoch: (n,) ints. It is drawn by RandomState, whose numbers NumPy
+    guarantees never to change between versions."""
     return np.random.RandomState([seed % 2**32, epoch]).permutation(n)
 
 
@@ -330,7 +331,7 @@ def noise_seeds(seed, samples):
 
 
 def noise_generators(seed, samples):
-    """For each sequence a CPU generator, seeded by noise_seeds."""
+    """A list with one CPU generator for each sequence, seeded by noise_seeds."""
     return [torch.Generator().manual_seed(s) for s in noise_seeds(seed, samples)]
 
 
@@ -372,7 +373,7 @@ class TokenData:
         return DataError(f"{what}: remove {self.path} and run {command_for(self.path)}")
 
     def _check(self, file, tokens):
-        """Checks the header and length of one shard and returns its path."""
+        """Checks the length and the header of one shard and returns its path. Raises DataError."""
         path = self.path / file
         if not path.is_file() or path.stat().st_size != HEADER_BYTES + 2 * tokens:
             raise self._damaged(f"{path} is missing or truncated")
@@ -444,7 +445,7 @@ class TokenData:
 
 
 def bits_per_byte(nats_per_token, n_tokens, n_bytes):
-    """Bits per UTF-8 byte of the source text."""
+    """Bits per UTF-8 byte of the source text, from the mean nats per token."""
     return nats_per_token * n_tokens / math.log(2) / n_bytes
 
 

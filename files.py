@@ -1,18 +1,29 @@
 """
 Safe reading and writing, for all file formats of this repository. `write_file` writes a file whole or not at all.
 `read_record` reads plain data and checks that it has the expected form; if not, it raises an error of one sentence.
+`need` imports a package that only some commands use.
 
     python -m pytest tests/robust                     tests with damaged files and full disks
 """
 import contextlib
 import errno
+import importlib
 import os
 import re
 import secrets
 
 from configurator import ConfigError, UserError
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)     # of an OSError: disk full, quota used up, file too large
+
+
+def need(package, what):
+    """Imports an optional package. Raises UserError with the command that installs it. what: the path or command that
+    needs it, for the message."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise UserError(f"{what} needs {package}: pip install {package.partition('.')[0]}") from None
 
 
 def check_file(name, path, kind=rb"\{", inputs=()):
@@ -28,7 +39,8 @@ def check_file(name, path, kind=rb"\{", inputs=()):
     with contextlib.suppress(OSError):
         os.makedirs(folder, exist_ok=True)
     exists = os.path.exists(path)
-    if not (os.path.isdir(folder) and os.access(folder, os.W_OK)) or exists and not os.path.isfile(path):
+    writable = os.path.isdir(folder) and os.access(folder, os.W_OK)
+    if not writable or (exists and not os.path.isfile(path)):
         why = "cannot be written"
     elif exists:
         with open(path, "rb") as f:
@@ -60,18 +72,20 @@ def write_file(path, content, advice="copy the results from the screen"):
     """
     Writes a file whole or not at all: it writes to a temporary file and renames it, so after a crash or on a full disk
     an older file is unchanged. content: text, or a function that writes to an open binary file. An empty path writes
-    nothing. Raises UserError, which ends in `advice`.
+    nothing. Raises UserError, which ends in `advice`, if the file cannot be written.
     """
     if not path:
         return
-    # The random name and mode "x", which fails if the file exists, make sure that no link that somebody else put there
-    # is followed.
+    # No link that somebody else put there is followed: the name is random, and mode "x" fails if the file exists.
     temporary = f"{path}.{secrets.token_hex(4)}.tmp"
     with writing(path, advice, (OSError, RuntimeError)):  # torch.save raises a RuntimeError on a full disk
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             with open(temporary, "xb") as f:
-                f.write(content.encode()) if isinstance(content, str) else content(f)
+                if isinstance(content, str):
+                    f.write(content.encode())
+                else:
+                    content(f)
                 f.flush()
                 os.fsync(f.fileno())
             os.replace(temporary, path)
@@ -97,28 +111,32 @@ def misfit(value, form, where="record"):
     if isinstance(form, tuple):
         found = [misfit(value, one, where) for one in form]
         return "" if "" in found else found[0]
-    parts = []
-    if isinstance(form, (dict, list, type)):
-        right = isinstance(value, form if isinstance(form, type) else type(form))
+    if isinstance(form, type):
+        fits = isinstance(value, form)
     elif isinstance(form, range):
-        right = type(value) is int and value in form    # not a bool, which is an int to isinstance
+        fits = type(value) is int and value in form     # isinstance would accept a bool
+    elif isinstance(form, re.Pattern):
+        fits = isinstance(value, str) and form.fullmatch(value)
+    elif isinstance(form, (dict, list)):
+        fits = isinstance(value, type(form))
     else:
-        right = isinstance(value, str) and form.fullmatch(value) if isinstance(form, re.Pattern) else form(value)
-    if not right:
+        fits = form(value)
+    if not fits:
         return f"{where} is {value!r:.40}"
+    parts = []                                          # (value, form, name) of each item
     if isinstance(form, list):
         parts = [(part, form[0], f"{where}[{i}]") for i, part in enumerate(value)]
     elif isinstance(form, dict):
-        known = {key.removeprefix("?"): part for key, part in form.items()}
         if missing := [key for key in form if not key.startswith(("?", "*")) and key not in value]:
             return f"{where} has no {missing[0]}"
-        parts = [(part, known.get(key, form.get("*", object)), f"{where}.{key}") for key, part in value.items()]
+        named, others = {key.removeprefix("?"): part for key, part in form.items()}, form.get("*", object)
+        parts = [(part, named.get(key, others), f"{where}.{key}") for key, part in value.items()]
     return next(filter(None, (misfit(*part) for part in parts)), "")
 
 
 def read_record(path, load, form, what, advice):
-    """Returns load(path) if it has the form, see `misfit`. If not, or if load fails, raises UserError, which says that
-    the file is not `what`, why, and `advice`."""
+    """Returns load(path) if it has the form, see `misfit`. If not, or if load raises an error, raises UserError: the
+    file is not `what`, the reason, and `advice`."""
     try:
         record = load(path)
         why = misfit(record, form)

@@ -1,7 +1,7 @@
 """
-Block-diffusion language models from two dials: attn_every (1: attention only, 6: Mamba-2 hybrid) and
-block_len (seq_len: one full-sequence block). "Training Hybrid Block Diffusion Language Models with
-Partial Bidirectionality"; equation labels below are those of its source.
+Block-diffusion language models. Two settings choose one of four architectures: attn_every (1: attention only, 6: a
+Mamba-2 hybrid) and block_len (seq_len: the whole sequence is one block). Equation labels are those of the source of
+"Training Hybrid Block Diffusion Language Models with Partial Bidirectionality".
 
   in the code            meaning                                          in the paper
   x0, xt, t              clean tokens, noised tokens, noise level         b*, b_t, t
@@ -130,10 +130,10 @@ class Cache:
 # Small pieces
 
 def rope_table(length, dim, theta, device, dtype):
-    """cos and sin of position * frequency, (2, length, dim / 2); angles in fp64, since positions
-    reach 262,144 and an fp32 product would be off by hundredths of a radian there."""
-    inv = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    angle = torch.arange(length, dtype=torch.float64)[:, None] * inv
+    """cos and sin of position * frequency, (2, length, dim / 2). Angles are fp64: positions reach 262,144, where an
+    fp32 product would be off by hundredths of a radian."""
+    frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)             # (dim / 2,)
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency     # (length, dim / 2)
     return torch.stack([angle.cos(), angle.sin()]).to(device, dtype)
 
 
@@ -145,17 +145,18 @@ def rotate(x, cos, sin):
 
 
 def modulate(x, shift, scale):
-    """Adaptive LayerNorm's modulation of a normalised x; shift None: no modulation."""
+    """Adaptive LayerNorm's modulation of a normalised x. shift None: no modulation."""
     return x if shift is None else x * (1 + scale) + shift
 
 
 def gated(h, y, gate):
-    """h + gate * y, in the dtype of the residual stream h; gate None: h + y."""
+    """h + gate * y, in the dtype of the residual stream h. gate None: h + y."""
     return (h + (y if gate is None else gate * y)).to(h.dtype)
 
 
 def take(x, at):
-    """x (b, l, ...) -> (b, m, ...): the positions at (b, m) of each row. at None: all of x."""
+    """x (b, l, ...) -> (b, m, ...): of each row the positions `at` (b, m); all of x if `at` is None. A denoising step
+    takes the positions that it may reveal: only they need logits."""
     return x if at is None else x[torch.arange(len(x), device=x.device)[:, None], at]
 
 
@@ -169,9 +170,9 @@ class TimestepEmbedding(nn.Module):
     def forward(self, t):
         weight = self.mlp[0].weight
         dtype = ops.at_least_fp32(weight.dtype)
-        freq = torch.exp(-math.log(10_000) * torch.arange(128, dtype=dtype, device=weight.device) / 128)
-        angle = 1000 * t.to(dtype)[:, None] * freq                             # (m, 128)
-        return self.mlp(torch.cat([angle.cos(), angle.sin()], -1).to(weight.dtype))[:, None]
+        frequency = torch.exp(-math.log(10_000) * torch.arange(128, dtype=dtype, device=weight.device) / 128)
+        angle = 1000 * t.to(dtype)[:, None] * frequency                        # (m, 128)
+        return self.mlp(torch.cat([angle.cos(), angle.sin()], -1).to(weight.dtype))[:, None]    # (m, 1, d)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -180,6 +181,12 @@ class TimestepEmbedding(nn.Module):
 #   extend       generation: finished blocks, which are appended to the mixer's part of the cache
 #   denoise      generation: one active block, which reads the cache and writes nothing
 # Training and generation compute the same function. That is what makes the cache exact.
+#
+# Their arguments:
+#   u, clean, noisy   the input of the mixer, normalised and modulated
+#   rope              cos and sin of the positions of u; in two_stream, of the whole sequence
+#   masks, last       those of ops.two_stream_masks; whether this is the last layer: nothing reads its clean output
+#   state, lengths    the mixer's part of the cache, see Cache.layers; (b,) the tokens that each row of it holds
 
 class Attention(nn.Module):
     def __init__(self, config):
@@ -193,16 +200,16 @@ class Attention(nn.Module):
         """u (b, s, d) -> q, k, v, each (b, h, s, e) with e = d / h; q and k are rotated."""
         qkv = self.qkv(u).unflatten(-1, (3, self.n_head, -1))                  # (b, s, 3, h, e)
         qk, v = qkv.permute(2, 0, 3, 1, 4).split([2, 1])                       # (2, b, h, s, e), (1, b, h, s, e)
-        return *rotate(qk, *rope), *v
+        return *rotate(qk, *rope), *v                                          # the first dimension becomes q, k, v
 
     def merge(self, y):
         """y (b, h, s, e) -> (b, s, d)."""
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
     def two_stream(self, clean, noisy, rope, masks, last):
-        """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes; in the last layer None in place of clean."""
+        """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes. The last layer returns None for clean."""
         b, n_clean, _ = clean.shape
-        cos, sin = rope
+        cos, sin = rope                                                        # (s, e / 2) each
         # A clean token and its noisy copy have the same position, hence the same rotation.
         q_clean, k_clean, v_clean = self.project(clean, (cos[:n_clean], sin[:n_clean]))
         if self.detach_prefix:                          # the ablation: no gradient through keys and values
@@ -210,13 +217,14 @@ class Attention(nn.Module):
         # The noisy blocks of a row lie side by side in one sequence; the mask keeps them apart.
         q, k, v = self.project(noisy.unflatten(0, (b, -1)).flatten(1, 2), rope)        # (b, h, s, e) each
         y_clean, y = ops.two_stream_attention(
-            (None if last else q_clean, k_clean, v_clean), (q, k, v), masks)
-        return None if last else self.merge(y_clean), self.merge(y).view_as(noisy)
+            (None if last else q_clean, k_clean, v_clean), (q, k, v), masks)   # (b, h, s - l, e) or None, (b, h, s, e)
+        y_clean = None if last else self.merge(y_clean)                        # (b, s - l, d)
+        return y_clean, self.merge(y).view_as(noisy)
 
     def extend(self, u, state, lengths, rope, block_len):
-        """Finished blocks u (b, m, d) -> (b, m, d): attends block-causally to the cache and to u, then appends the keys
-        and values of u to the cache, which holds lengths (b,) tokens."""
-        q, k, v = self.project(u, rope)
+        """Finished blocks u (b, m, d) -> (b, m, d): attends to the cache and, block-causally, to u. Then it appends the
+        keys and values of u to the cache."""
+        q, k, v = self.project(u, rope)                                        # (b, h, m, e) each
         y = ops.cached_attention(q, k, v, *state, lengths, block_len)          # (b, h, m, e)
         self.append(k, v, state, lengths)
         return self.merge(y)                                                   # (b, m, d)
@@ -229,11 +237,11 @@ class Attention(nn.Module):
         keys[rows, :, at], values[rows, :, at] = k.transpose(1, 2), v.transpose(1, 2)  # (b, m, h, e) on both sides
 
     def denoise(self, u, state, lengths, rope):
-        """One noisy block u (b, l, d): attends to the cached prefix and to itself, writes nothing."""
-        q, k, v = self.project(u, rope)
+        """One noisy block u (b, l, d) -> (b, l, d): attends to the cached prefix and to itself. Writes nothing."""
+        q, k, v = self.project(u, rope)                                        # (b, h, l, e) each
         # Every query sees the whole prefix and the whole block. There is no causal mask inside a block: a
         # masked token may look at what was revealed to its right. That is what makes this diffusion.
-        return self.merge(ops.cached_attention(q, k, v, *state, lengths, u.size(1)))
+        return self.merge(ops.cached_attention(q, k, v, *state, lengths, u.size(1)))           # (b, l, d)
 
 
 class Mamba2(nn.Module):
@@ -244,7 +252,7 @@ class Mamba2(nn.Module):
         d, di, n = config.d_model, config.d_inner, config.d_state
         self.heads, self.d_inner, self.d_state = di // config.mamba_head_dim, di, n
         self.chunk_len = config.chunk_len
-        # `projection` joins these two, so that one product makes z, x, B, C and dt.
+        # `projection` joins the weights of these two: one product makes z, x, B, C and dt.
         self.in_proj = nn.Linear(d, 2 * di + 2 * n, bias=False)
         self.dt_proj = nn.Linear(d, self.heads, bias=False)
         self.conv_weight = nn.Parameter(torch.empty(di + 2 * n, config.conv_width))
@@ -256,8 +264,8 @@ class Mamba2(nn.Module):
         self.out_proj = nn.Linear(di, d, bias=False)
 
     def projection(self):
-        """The weights of z, x, B, C and dt as one matrix. Rows of zeros bring its height to a multiple of 64, for which
-        tensor cores are fastest."""
+        """The weights of z, x, B, C and dt as one matrix (2 d_inner + 2 n + h + padding, d). Rows of zeros make its
+        height a multiple of 64, for which tensor cores are fastest."""
         width = self.in_proj.out_features + self.heads
         pad = self.in_proj.weight.new_zeros(-width % 64, self.in_proj.in_features)
         return torch.cat([self.in_proj.weight, self.dt_proj.weight, pad])
@@ -265,9 +273,11 @@ class Mamba2(nn.Module):
     @ops.replaceable
     def forward(self, u, conv=None, ssm=None, block_len=None, want_states=True):
         """
-        Scans u (r, s, d) from the boundary state conv (r, w-1, c), ssm (r, h, p, n); None: zeros. Returns y (r, s, d)
-        and the boundary states, before each of the k = s / block_len blocks and after the last one: convs
-        (r, k + 1, w-1, c), ssms (r, k + 1, h, p, n). block_len None: one block. want_states=False: they may be None.
+        Scans u (r, s, d) from the boundary state conv (r, w - 1, c), ssm (r, h, p, n); None: zeros. Here r counts rows,
+        w is conv_width, c = d_inner + 2 n the channels of the convolution, and p the width of one of the h heads.
+        Returns y (r, s, d) and the boundary states before each of the k = s / block_len blocks and after the last one:
+        convs (r, k + 1, w - 1, c), ssms (r, k + 1, h, p, n). block_len None: one block. want_states False: they may be
+        None.
         """
         di, n, h = self.d_inner, self.d_state, self.heads
 
@@ -275,7 +285,7 @@ class Mamba2(nn.Module):
         proj = F.linear(u, self.projection())                                  # (r, s, di + c + h + padding)
         z, xBC, dt, _ = proj.split([di, di + 2 * n, h, proj.size(-1) - 2 * (di + n) - h], -1)  # xBC (r, s, c)
 
-        # 2. Convolve. The last w-1 columns of a block, before convolution, are the state for the next block.
+        # 2. Convolve. The last w - 1 inputs of a block are the state from which the next block starts.
         if conv is None:
             conv = xBC.new_zeros(len(u), self.conv_weight.size(1) - 1, xBC.size(-1))
         convs = ops.conv_boundaries(xBC, conv, block_len) if want_states else None
@@ -284,11 +294,13 @@ class Mamba2(nn.Module):
         # 3. Scan: s_i = exp(dt_i A) s_{i-1} + dt_i x_i B_i^T,  y_i = s_i C_i + D x_i. With dt > 0 > A states decay.
         dtype = ops.at_least_fp32(u.dtype)
         dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))                 # (r, s, h)
-        y, ssms = ops.ssd_scan(x.unflatten(-1, (h, -1)), dt, -torch.exp(self.A_log.to(dtype)), B, C, self.D,
-                               ssm, block_len, self.chunk_len, want_states)    # (r, s, h, p)
+        A = -torch.exp(self.A_log.to(dtype))                                   # (h,)
+        y, ssms = ops.ssd_scan(x.unflatten(-1, (h, -1)), dt, A, B, C, self.D,
+                               ssm, block_len, self.chunk_len, want_states)    # (r, s, h, p), (r, k + 1, h, p, n)
 
         # 4. Gate, normalise, project back.
-        return self.out_proj(ops.gated_norm(y.flatten(2), z, self.norm_weight)), convs, ssms
+        y = ops.gated_norm(y.flatten(2), z, self.norm_weight)                  # (r, s, d_inner)
+        return self.out_proj(y), convs, ssms
 
 
 class BiMamba(nn.Module):
@@ -302,15 +314,15 @@ class BiMamba(nn.Module):
     def scan_both(self, u, conv=None, ssm=None):
         """Eq. partial-reverse. Noisy blocks u (r, l, d): a forward scan from their boundary states, plus a reverse scan
         from zeros inside each block. Nothing to the right of a block is ever read, so no cache depends on it."""
-        y_fwd = self.fwd(u, conv, ssm, want_states=False)[0]                   # Eq. 11: i saw the prefix and 0..i
+        y_fwd = self.fwd(u, conv, ssm, want_states=False)[0]                   # Eq. 11: i sees the prefix and 0..i
         if not self.reverse_scan:
             return y_fwd
-        y_rev = self.rev(u.flip(1), want_states=False)[0].flip(1)              # Eq. 12: i saw i..l-1 of its block
+        y_rev = self.rev(u.flip(1), want_states=False)[0].flip(1)              # Eq. 12: i sees i..l-1 of its block
         return y_fwd + y_rev                                                   # Eq. 13, (r, l, d)
 
     def two_stream(self, clean, noisy, rope, masks, last):
-        """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes. The last layer's clean output is unused, but the
-        scan computes it together with the states."""
+        """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes. The last layer, too, returns its clean output:
+        the scan computes it together with the states, though nothing reads it."""
         if clean.size(1) == 0:                          # a full-sequence model: one block after nothing
             return clean, self.scan_both(noisy)
         # One clean scan leaves the state before every block (eq. boundary-state). It never adds a reverse
@@ -323,13 +335,13 @@ class BiMamba(nn.Module):
         # from (eq. prefix-cache-gradient).
         return y, self.scan_both(noisy, conv.flatten(0, 1), ssm.flatten(0, 1))
 
-    # Attention needs lengths, rope and block_len. A scan needs none of them: its state says where it is.
+    # Attention needs lengths, rope and block_len. A scan does not: its state stands for all that came before.
 
     def extend(self, u, state, lengths, rope, block_len):
         """Finished blocks u (b, m, d) -> (b, m, d): continues the forward scan; its last state goes into the cache."""
-        y, convs, ssms = self.fwd(u, *state)
-        for cached, after in zip(state, (convs, ssms)):
-            cached.copy_(after[:, -1])
+        y, convs, ssms = self.fwd(u, *state)                                   # u counts as one block
+        for cached, states in zip(state, (convs, ssms)):
+            cached.copy_(states[:, -1])
         return y
 
     def denoise(self, u, state, lengths, rope):
@@ -363,30 +375,35 @@ class Layer(nn.Module):
 
     def mixer_input(self, h, mod):
         """The normalised and modulated residual stream h."""
-        return modulate(self.norm1(h), mod[0], mod[1])
+        shift, scale, *_ = mod
+        return modulate(self.norm1(h), shift, scale)
 
     def after_mixer(self, h, y, mod):
         """The residual stream h after the mixer's output y is added, and then the MLP's."""
-        h = gated(h, y, mod[2])
-        return gated(h, self.mlp(modulate(self.norm2(h), mod[3], mod[4])), mod[5])
+        _, _, gate, mlp_shift, mlp_scale, mlp_gate = mod
+        h = gated(h, y, gate)
+        return gated(h, self.mlp(modulate(self.norm2(h), mlp_shift, mlp_scale)), mlp_gate)
 
     def two_stream(self, clean, noisy, c_clean, c_noisy, rope, masks, last):
-        """Both streams, clean (b, s - l, d) and noisy (b * k, l, d) -> the same shapes. The last layer's clean output
-        is unused: None."""
+        """Both streams, clean (b, s - l, d) and noisy (b * k, l, d) -> the same shapes. The last layer returns None for
+        clean."""
         mod_clean, mod = self.modulation(c_clean), self.modulation(c_noisy)
         y_clean, y = self.mixer.two_stream(
             self.mixer_input(clean, mod_clean), self.mixer_input(noisy, mod), rope, masks, last)
-        return None if last else self.after_mixer(clean, y_clean, mod_clean), self.after_mixer(noisy, y, mod)
+        clean = None if last else self.after_mixer(clean, y_clean, mod_clean)
+        return clean, self.after_mixer(noisy, y, mod)
 
     def extend(self, h, c, state, lengths, rope, block_len):
         """Finished blocks h (b, m, d) -> (b, m, d). Appends them to `state`, the layer's part of the cache."""
         mod = self.modulation(c)
-        return self.after_mixer(h, self.mixer.extend(self.mixer_input(h, mod), state, lengths, rope, block_len), mod)
+        y = self.mixer.extend(self.mixer_input(h, mod), state, lengths, rope, block_len)
+        return self.after_mixer(h, y, mod)
 
     def denoise(self, h, c, state, lengths, rope):
-        """One noisy block h (b, l, d) -> (b, l, d); reads the cache only."""
+        """One noisy block h (b, l, d) -> (b, l, d). Reads `state` and writes nothing."""
         mod = self.modulation(c)
-        return self.after_mixer(h, self.mixer.denoise(self.mixer_input(h, mod), state, lengths, rope), mod)
+        y = self.mixer.denoise(self.mixer_input(h, mod), state, lengths, rope)
+        return self.after_mixer(h, y, mod)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -471,14 +488,14 @@ class BlockDiffusionLM(nn.Module):
         return self._rope[1][:, :length].unbind()
 
     def rope_after(self, lengths, count):
-        """Tables (b, 1, count, head_dim / 2) of the `count` positions after each of lengths (b,). To check the lengths
-        would wait for the device. It is not needed: `new_cache` made the table long enough."""
+        """Rotary tables (cos, sin), each (b, 1, count, head_dim / 2), of the `count` positions after lengths (b,). The
+        lengths are not checked, as the host would wait for the device: `new_cache` made the table long enough."""
         at = lengths[:, None] + torch.arange(count, device=lengths.device)
         return self._rope[1][:, at][:, :, None].unbind()
 
     def condition(self, t):
-        """Conditioning of noisy tokens (m, 1, d) from t (m,). Without timestep conditioning every t is taken for 0: one
-        learned constant (1, 1, d)."""
+        """Conditioning of noisy tokens (m, 1, d) from t (m,). Without timestep conditioning every t counts as 0, which
+        gives one learned constant (1, 1, d)."""
         if not self.config.time_conditioning:
             t = torch.zeros(1, device=self.embed.weight.device)
         return F.silu(self.time(t))
@@ -505,17 +522,13 @@ class BlockDiffusionLM(nn.Module):
 
     # -- training: every block at once --
 
-    def residual_dtype(self, device):
-        """The residual stream has autocast's dtype, since training reads and stores it more than anything else."""
-        if torch.is_autocast_enabled(device.type):
-            return torch.get_autocast_dtype(device.type)
-        return self.embed.weight.dtype
-
     def all_block_hidden(self, x0, xt, t):
         """Hidden states (b, s, d) of every noisy block given its clean prefix. x0, xt (b, s); t (b, k)."""
         b, s = x0.shape
         l = self.block_len_for(s)
-        dtype = self.residual_dtype(x0.device)
+        # Under autocast the residual stream has autocast's dtype: training reads and stores it more than anything else.
+        device = x0.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.embed.weight.dtype
         # Two streams: every token is there clean, as a later block sees it, and noisy, as its own block sees it. The
         # clean stream stops before the last block, which no block can see.
         clean = self.embed(x0[:, :s - l]).to(dtype)                            # (b, s - l, d)
@@ -545,13 +558,13 @@ class BlockDiffusionLM(nn.Module):
         else:
             u = torch.stack([torch.rand(k + s, generator=g) for g in generator])
         u = u.to(x0.device)                                                    # (b, k + s): levels, then tokens
-        t = 1e-3 + (1 - 1e-3) * (j + u[:, :k]) / n                             # never 0: the weight is 1 / t
+        t = 1e-3 + (1 - 1e-3) * (j + u[:, :k]) / n                             # never 0, as the weight is 1 / t
         return t, u[:, k:] < t.repeat_interleave(s // k, 1)
 
     def forward(self, x0, generator=None):
         """
-        The NELBO of x0 (b, s) int64 in nats per token, one noise sample per block: eq. prefix-cache
-        with the weight of eq. bdlm-masked-objective, w(t) = 1/t for alpha_t = 1 - t.
+        The training loss: the NELBO of x0 (b, s) int64 in nats per token, with one noise sample per block. It is eq.
+        prefix-cache with the weight of eq. bdlm-masked-objective, w(t) = 1/t for alpha_t = 1 - t.
         """
         t, is_masked = self.draw_noise(x0, generator)
         return self.loss(x0, is_masked, t)
@@ -563,20 +576,21 @@ class BlockDiffusionLM(nn.Module):
         masked = is_masked.flatten().nonzero().squeeze(1)                      # (m,)
         xt = x0.masked_fill(is_masked, self.config.mask_id)
         weight = (1 / t).repeat_interleave(x0.size(1) // t.size(1), 1)         # (b, s)
-        hidden, target, weight = (x.flatten(0, 1).index_select(0, masked)
-                                  for x in (self.all_block_hidden(x0, xt, t), x0, weight))
+        hidden = self.all_block_hidden(x0, xt, t)                              # (b, s, d)
+        hidden, target, weight = (x.flatten(0, 1).index_select(0, masked) for x in (hidden, x0, weight))    # (m, ...)
         nll = ops.linear_cross_entropy(hidden, self.head.weight, target, weight)
-        # Divided by all b * s tokens, never by the masked ones: then splitting a batch changes nothing.
+        # Divided by all b * s tokens, not by the number of masked ones: so a batch's loss is the mean of its parts'.
         return nll / x0.numel()
 
     # -- generation: a cache of finished blocks and one active block --
 
     def new_cache(self, batch, max_len, block_len=None):
-        """An empty cache for `batch` rows of at most max_len finished tokens each, followed by an active block of
-        block_len tokens (default: the model's). Raises ModelError past the rotary capacity."""
+        """An empty cache for `batch` rows of at most max_len finished tokens each. An active block of block_len tokens
+        (default: the model's) may follow them. Raises ModelError if max_len is beyond the rotary capacity."""
         c, weight = self.config, self.embed.weight
-        self.rope(max_len)                              # raises past the capacity
-        self.rope(min(max_len + (block_len or c.block_len), c.rope_capacity))  # the active block's positions as well
+        self.rope(max_len)                              # raises beyond the capacity
+        # Makes the table long enough for `rope_after`: the positions of the active block as well.
+        self.rope(min(max_len + (block_len or c.block_len), c.rope_capacity))
         kv = (batch, c.n_head, max_len, c.d_model // c.n_head)
         conv = (batch, c.conv_width - 1, c.d_inner + 2 * c.d_state)
         ssm = (batch, c.d_inner // c.mamba_head_dim, c.mamba_head_dim, c.d_state)
@@ -588,9 +602,9 @@ class BlockDiffusionLM(nn.Module):
 
     @torch.no_grad()
     def prefill(self, x0, cache, chunk_tokens=4096, on_chunk=None):
-        """Appends finished blocks x0 (b, m) to the cache, m a whole number of blocks. About chunk_tokens tokens of all
-        rows together go through the model at a time, since kernels fail at tensors of 2^31 elements. on_chunk(n) is
-        called after n more tokens of each row. Raises ModelError when the cache is too small."""
+        """Appends finished blocks x0 (b, m) to the cache; m is a multiple of the block length. About chunk_tokens
+        tokens of all rows together go through the model at a time, because kernels fail at tensors of 2^31 elements.
+        on_chunk(n) is called after n more tokens of each row. Raises ModelError if the cache is too small."""
         if x0.size(1) == 0:
             return
         if self.config.full_sequence:
@@ -628,7 +642,7 @@ class BlockDiffusionLM(nn.Module):
         return self.logits(self.denoise_hidden(xt, cache, t))
 
     def check_active(self, xt):
-        """Raises ModelError for an active block xt (b, l) of another length than the model was trained with."""
+        """Raises ModelError if the active block xt (b, l) has another length than the blocks of training."""
         if not self.config.full_sequence and xt.size(1) != self.config.block_len:
             raise ModelError(f"this model was trained with blocks of {self.config.block_len} tokens and "
                              f"cannot denoise a block of {xt.size(1)}")
@@ -645,9 +659,9 @@ def cast_for_inference(model, dtype):
 
 def train_flops(config, s, masked=0.5):
     """
-    Floating-point operations of one training sequence of s tokens, forward and backward: matrix
-    products of both streams (2 per weight and token, times 3), attention's visible area, the scan's
-    chunked products, and the head on the masked positions only. Recomputation is not counted.
+    Floating-point operations of one training sequence of s tokens, forward and backward: matrix products of both
+    streams (2 per weight and token, times 3), attention's visible area, the scan's chunked products, and the head on
+    the share `masked` of positions. Recomputation is not counted.
     """
     d, v, n, di = config.d_model, config.vocab_size, config.d_state, config.d_inner
     l = s if config.full_sequence else config.block_len
@@ -672,7 +686,7 @@ def train_flops(config, s, masked=0.5):
 # ----------------------------------------------------------------------------------------------
 
 def config_from_file(path):
-    """The ModelConfig of a config file, or of the bare name of one in config/. Its training settings are ignored.
+    """The ModelConfig of a config file, given by its path or its name in config/. Its training settings are ignored.
     Raises ConfigError for a file that cannot be read, ModelError for a shape that cannot work."""
     defaults = dataclasses.asdict(ModelConfig())
     settings = read_file(path, defaults)

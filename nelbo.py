@@ -46,23 +46,23 @@ def masked_cross_entropy(model, hidden, target, tile_elements=2 ** 25):
 @torch.no_grad()
 def sequence_nelbo(model, x0, is_masked, t):
     """
-    Scores sequences x0 (b, s) for given noise: is_masked (b, s), t (b, k). Returns (b, 3) fp64 on the CPU. The columns
-    are the NELBO in nats (weight 1/t, eq. bdlm-masked-objective), the number of masked tokens, and how many of these
-    the model predicts right.
+    Scores sequences x0 (b, s) for given noise: is_masked (b, s), t (b, k). Returns (b, 3) fp64 on the CPU: for each
+    sequence its NELBO in nats (weight 1/t, eq. bdlm-masked-objective), the number of masked tokens, and how many of
+    these the model predicts right.
     """
     hidden = model.all_block_hidden(x0, x0.masked_fill(is_masked, model.config.mask_id), t)     # (b, s, d)
     nll, hit = masked_cross_entropy(model, hidden[is_masked], x0[is_masked])   # (m,) each: all masked tokens
     is_masked, t = is_masked.cpu(), t.cpu().double()
     weight = (1 / t).repeat_interleave(x0.size(1) // t.size(1), 1)             # (b, s)
     parts = torch.stack([nll * weight[is_masked], torch.ones_like(nll), hit.double()], 1)       # (m, 3)
-    # nonzero()[:, 0] is the sequence of each masked token: sums parts over the tokens of a sequence.
-    return parts.new_zeros(len(x0), 3).index_add(0, is_masked.nonzero()[:, 0], parts)          # (b, 3)
+    row = is_masked.nonzero()[:, 0]                                            # (m,): the sequence of each masked token
+    return parts.new_zeros(len(x0), 3).index_add(0, row, parts)                # (b, 3): sums over each sequence
 
 
 def nelbo_counts(model, x, parallel, autocast, seed, mc, stratified=False, batch_size=8, stop=None):
     """
-    sequence_nelbo of every sequence of x (n, s), for mc noise samples: float64 (n, mc, 3). This rank's sequences alone
-    are filled in, the others stay zero: sum over ranks. Noise is a function of (seed, sequence, sample) alone.
+    sequence_nelbo of every sequence of x (n, s), for mc noise samples: float64 (n, mc, 3). Only this rank's sequences
+    are filled in, the others stay zero, so the caller sums over ranks. Noise is a function of (seed, sequence, sample).
 
     autocast: a function that returns the context in which the model runs. stratified: the t of sample j comes from the
     j-th of mc equal parts of its range. stop: the list of signals that train.py has received. With one process, a
@@ -77,7 +77,7 @@ def nelbo_counts(model, x, parallel, autocast, seed, mc, stratified=False, batch
                 return None
             x0 = x[list(rows)].to(parallel.device)
             for j in range(mc):
-                generators = noise_generators(seed, [j << 32 | row for row in rows])    # a number for each (j, row)
+                generators = noise_generators(seed, [(j << 32) | row for row in rows])  # a number for each (j, row)
                 t, is_masked = model.draw_noise(x0, generators, (j, mc) if stratified else (0, 1))
                 with autocast():
                     counts[rows, j] = sequence_nelbo(model, x0, is_masked, t)

@@ -1,6 +1,6 @@
 """
-Devices and processes: chooses the device and the implementation of the operations, compiles layers, starts
-the process group, divides the batch over processes, and shards AdamW over them.
+Devices and processes: chooses the device and the implementation of the operations, compiles layers, starts the process
+group, divides the batch over processes, and shards AdamW over them.
 
     python train.py                                                     # one process
     torchrun --nproc_per_node=8 train.py config/mamba_h_87m.py          # one process for each GPU
@@ -34,8 +34,8 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 # The device, and what runs on it
 
 def pick_device(name):
-    """The name of the device to use. "auto" is cuda if there is one, else cpu; it is never mps, which has no fp64, and
-    sampling draws in fp64. Raises ConfigError for a device that this machine lacks."""
+    """The name of the device to use. "auto" is cuda if there is one, else cpu. It is never mps, which lacks the fp64
+    that sampling draws in. Raises ConfigError for a device that this machine lacks."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     available = dict(cpu=True, cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
@@ -51,7 +51,9 @@ def ampere(device):
 
 def pick_dtype(setting, device):
     """The torch dtype of a setting. "auto" is bfloat16 on a GPU that has it, else float32."""
-    return getattr(torch, setting) if setting != "auto" else torch.bfloat16 if ampere(device) else torch.float32
+    if setting == "auto":
+        return torch.bfloat16 if ampere(device) else torch.float32
+    return getattr(torch, setting)
 
 
 def has_fast():
@@ -102,7 +104,7 @@ def compile_layers(model):
     nothing if Triton is missing, because torch.compile generates Triton kernels."""
     if importlib.util.find_spec("triton") is None:
         return
-    # One compilation for each kind of layer, batch size, and with or without autograd; the default limit is 8.
+    # Each kind of layer is compiled for each batch size, with and without autograd. The default limit is 8.
     torch._dynamo.config.recompile_limit = 64
     # The backward pass recomputes pointwise results (GELU, norms), which saves much memory and costs little time.
     from torch._functorch import config as partitioner
@@ -114,7 +116,7 @@ def compile_layers(model):
 
 
 def matmul_ceiling(dev, n=8192):
-    """Measured FLOP/s of a product of two n x n bf16 matrices of random numbers on this GPU. A model FLOPs utilisation
+    """Measured FLOP/s of products of two n x n bf16 matrices of random numbers on this GPU. A model FLOPs utilisation
     (MFU) is a fraction of this number."""
     a, b = torch.randn(2, n, n, device=dev).bfloat16()
     times = []
@@ -125,7 +127,7 @@ def matmul_ceiling(dev, n=8192):
             a @ b
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) / 5e3)
+        times.append(start.elapsed_time(end) / 1000 / 5)        # milliseconds of five products -> seconds of one
     return 2 * n ** 3 / sorted(times[3:])[2]            # the median of five, after three to warm up
 
 
@@ -133,6 +135,7 @@ def hardware(dev):
     """What a measurement was made with: a dict of device, driver, clocks, versions and revision of this code."""
     cpu = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     record = dict(name=cpu, torch=torch.__version__, python=platform.python_version(), device=dev)
+    # --git-dir: if this folder is a plain copy inside another repository, git must not describe that one.
     git = ["git", f"--git-dir={ROOT / '.git'}", f"--work-tree={ROOT}", "describe", "--always", "--dirty"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):          # no git, or no repository
         record["revision"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
@@ -159,9 +162,9 @@ def described(record):
 # Processes
 
 class Parallel:
-    """The process group, and the rank, world size and device of this process. Reads the environment variables that
-    torchrun sets. timeout: seconds after which a collective that another rank has not joined raises an error. Raises
-    ConfigError for a device that this machine lacks."""
+    """The rank, the world size and the device of this process, read from the environment variables that torchrun sets.
+    With more than one process it starts the process group. timeout: seconds after which a collective that another rank
+    has not joined raises an error. Raises ConfigError for a device that this machine lacks."""
 
     def __init__(self, device, timeout):
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -175,9 +178,10 @@ class Parallel:
 
     def sum(self, values):
         """The sums of a list of numbers over all ranks, in fp64. A collective: every rank must call it."""
-        x = torch.tensor(values, dtype=torch.float64, device=self.device if self.world > 1 else "cpu")
-        if self.world > 1:
-            dist.all_reduce(x)
+        if self.world == 1:
+            return [float(x) for x in values]
+        x = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(x)
         return x.tolist()
 
     def close(self):
@@ -212,56 +216,49 @@ class ShardedAdamW:
     AdamW with fp32 master weights, moments and update sharded over ranks (ZeRO stage 2).
 
     There are two groups of parameters, with and without weight decay. The parameters of a group are views of one flat
-    buffer, and their gradients are views of another. Each rank owns an equal slice of each buffer, its shard. A step is
+    buffer, and their gradients are views of another; zeros at the end make their length a multiple of the world size.
+    Each rank owns an equal slice of each buffer, its shard. A step is
 
       1. reduce-scatter    each rank gets the sum over ranks of the gradients of its shard
       2. AdamW             torch's own, on the shard alone, so a rank stores moments of its shard only
       3. all-gather        every rank gets all updated parameters
 
-    With one process the shard is the whole buffer, and nothing is communicated. state_dict is a dict by parameter
+    With one process the shard is the buffer itself, and nothing is communicated. state_dict is a dict by parameter
     name, so a checkpoint resumes on any number of ranks. `python -m tools.sharding` compares this with torch's own
     ZeroRedundancyOptimizer and FSDP.
     """
 
     def __init__(self, model, lr, betas, weight_decay, rank=0, world=1):
-        self.rank, self.world, self.flats = rank, world, []
+        self.rank, self.world, self.flats, groups = rank, world, [], []
         names = {p: name for name, p in model.named_parameters()}
         for group in model.param_groups(weight_decay):
-            sizes = [p.numel() for p in group["params"]]
-            padded = -(-sum(sizes) // world) * world    # a multiple of world, so that shards have equal sizes
-            first = group["params"][0]
-            flat, grad = first.new_zeros(padded), first.new_zeros(padded)
-            places, start = {}, 0                       # places: {name: (offset in the buffer, shape)}
-            for p, size in zip(group["params"], sizes):
-                flat[start:start + size] = p.detach().flatten()
-                # From here on both are views of the buffers: never set p.grad to None, nor p.data to another tensor.
-                p.data, p.grad = flat[start:start + size].view_as(p), grad[start:start + size].view_as(p)
-                places[names[p]] = (start, p.shape)
-                start += size
-            own = slice(rank * padded // world, (rank + 1) * padded // world)
-            shard = flat[own].clone() if world > 1 else flat
-            self.flats.append(dict(flat=flat, grad=grad, shard=shard, places=places, own=own,
-                                   weight_decay=group["weight_decay"]))
+            params = group["params"]
+            sizes = [p.numel() for p in params]
+            sizes.append(-sum(sizes) % world)                       # the zeros at the end
+            flat = torch.cat([*(p.detach().flatten() for p in params), params[0].new_zeros(sizes[-1])])
+            grad = torch.zeros_like(flat)
             if world > 1:
-                dist.broadcast(flat, 0)                 # all ranks start from the weights of rank 0
-                shard.copy_(flat[own])
-        self.adamw = torch.optim.AdamW(
-            [dict(params=[f["shard"]], weight_decay=f["weight_decay"]) for f in self.flats],
-            lr=lr, betas=betas, eps=1e-8, fused=True)
+                dist.broadcast(flat, 0)                             # all ranks start from the weights of rank 0
+            # From here on all are views of the buffers: never set p.grad to None, nor p.data to another tensor.
+            for p, p_data, p_grad in zip(params, flat.split(sizes), grad.split(sizes)):
+                p.data, p.grad = p_data.view_as(p), p_grad.view_as(p)
+            own = slice(rank * len(flat) // world, (rank + 1) * len(flat) // world)
+            shard = flat[own].clone() if world > 1 else flat
+            shard.grad = torch.zeros_like(shard) if world > 1 else grad
+            self.flats.append(dict(flat=flat, grad=grad, shard=shard, own=own, sizes=sizes,
+                                   shapes={names[p]: p.shape for p in params}))
+            groups.append(dict(params=[shard], weight_decay=group["weight_decay"]))
+        self.adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=True)
 
     def reduce(self):
         """Gives each rank the sum over ranks of the gradients of its shard: not the mean, because the loss was divided
         by the size of the global batch. Returns the norm of all gradients, a tensor."""
-        square = 0
-        for f in self.flats:
-            if self.world == 1:                         # the shard is the whole buffer
-                f["shard"].grad = f["grad"]
-            else:
-                f["shard"].grad = torch.empty_like(f["shard"])
-                reduce_scatter(f["shard"].grad, f["grad"])
-            square = square + f["shard"].grad.square().sum()
         if self.world > 1:
-            dist.all_reduce(square)                     # shards do not overlap, so their squares add up
+            for f in self.flats:
+                reduce_scatter(f["shard"].grad, f["grad"])
+        square = sum(f["shard"].grad.square().sum() for f in self.flats)
+        if self.world > 1:
+            dist.all_reduce(square)                                 # shards do not overlap, so their squares add up
         return square.sqrt()
 
     def step(self, lr, scale):
@@ -285,21 +282,19 @@ class ShardedAdamW:
             f["grad"].zero_()
 
     def state_dict(self):
-        """The moments of all parameters, by name, on the CPU of rank 0; None on other ranks. A collective: every rank
-        must call it."""
+        """The moments of all parameters, {name: {"exp_avg", "exp_avg_sq"}}, and "step", on the CPU of rank 0; None on
+        other ranks. A collective: every rank must call it."""
         out = {}
         for f in self.flats:
-            state = self.adamw.state.get(f["shard"], {})
+            state = self.adamw.state.get(f["shard"], {})            # empty before the first step
             for key in ("exp_avg", "exp_avg_sq"):
-                shard = state.get(key, torch.zeros_like(f["shard"]))
-                full = torch.empty_like(f["flat"]) if self.world > 1 else shard
+                full = shard = state.get(key, torch.zeros_like(f["shard"]))
                 if self.world > 1:
+                    full = torch.empty_like(f["flat"])
                     all_gather(full, shard)
                 if self.rank == 0:
-                    full = full.cpu()
-                    for name, (start, shape) in f["places"].items():
-                        moment = full[start:start + shape.numel()].view(shape)
-                        out.setdefault(name, {})[key] = moment.clone()
+                    for (name, shape), part in zip(f["shapes"].items(), full.cpu().split(f["sizes"])):
+                        out.setdefault(name, {})[key] = part.view(shape).clone()
             out["step"] = int(state.get("step", 0))
         return out if self.rank == 0 else None
 
@@ -310,8 +305,6 @@ class ShardedAdamW:
             f["shard"].copy_(f["flat"][f["own"]])
             state = dict(step=torch.tensor(float(saved["step"]), device=f["shard"].device))
             for key in ("exp_avg", "exp_avg_sq"):
-                full = torch.zeros_like(f["flat"])
-                for name, (start, shape) in f["places"].items():
-                    full[start:start + shape.numel()] = saved[name][key].flatten()
-                state[key] = full[f["own"]].clone()
+                full = torch.cat([*(saved[name][key].flatten() for name in f["shapes"]), torch.zeros(f["sizes"][-1])])
+                state[key] = full[f["own"]].to(f["shard"], copy=True)
             self.adamw.state[f["shard"]] = state

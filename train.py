@@ -1,12 +1,12 @@
 """
-Trains any of the four models: one flat loop on a laptop, one GPU or several (data parallel, see
-parallel.py). Objective: eq. prefix-cache with the weight of eq. bdlm-masked-objective.
+Trains any of the four models: one loop for a laptop, one GPU or several (data parallel, see parallel.py). The loss is
+eq. prefix-cache with the weight of eq. bdlm-masked-objective.
 
     python train.py                                                     # laptop, minutes, real text
     torchrun --nproc_per_node=8 train.py config/mamba_h_87m.py          # one node
 
-Data order and noise are functions of (seed, step, row of the global batch): a resumed run, another
-number of GPUs or another micro-batch continues the same run, up to the order of summation.
+Data order and noise are functions of (seed, step, row of the global batch). So a run that is resumed, or goes on with
+another number of GPUs or another micro-batch size, stays the same run up to the order of summation.
 """
 from configurator import ConfigError, check, configure, mute, script, settings_of  # first: see quiet_interrupt
 import contextlib
@@ -21,7 +21,7 @@ import time
 
 import torch
 
-import data as data_module
+import data as data_module              # `data` is a setting
 from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from data import TokenData, bits_per_byte, noise_generators
 from files import misfit, write_file, writing
@@ -31,7 +31,7 @@ from parallel import (Parallel, ShardedAdamW, ampere, compile_layers, lost_rank,
                       select_kernels, share_of_batch)
 
 # ---------------------------------------------------------------------------------------------
-# Settings: the defaults train a small BDLM Mamba-H on bytes in under two minutes on two cores.
+# Settings: the defaults train a small BDLM Mamba-H on bytes in minutes, on two cores.
 out_dir = "out"                         # where the checkpoint, the log and its picture go
 resume = False                          # continue from out_dir/ckpt.pt
 init_from = ""                          # begin with the weights of this checkpoint; all else starts anew
@@ -92,6 +92,7 @@ def learning_rate_at(step, peak, floor, warmup, total):
 
 
 def duration(seconds):
+    """Seconds as m:ss or h:mm:ss."""
     minutes, seconds = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}" if minutes >= 60 else f"{minutes}:{seconds:02d}"
 
@@ -117,7 +118,7 @@ def plot_log(path, png):
 
 
 def log_rows(path):
-    """{line: row} of a log.jsonl, in order. A last line that was cut off is left out."""
+    """{line: row} of a log.jsonl, in order. Lines that are no rows of a log, or were cut off, are left out."""
     rows = {}
     with open(path, errors="replace") as f:
         for line in f:
@@ -129,7 +130,8 @@ def log_rows(path):
 
 def load_weights(model, weights):
     """Copies weights, {name: tensor}, of another run into the model. No parameter depends on the block length, so a
-    full-sequence model can become a block model, and long blocks short ones. Raises ModelError for another shape."""
+    full-sequence model can become a block model, and long blocks short ones. Raises ModelError for the first parameter
+    that is missing on one side or has another shape."""
     mine = model.state_dict()
     for name in sorted({*mine, *weights}):
         here, there = ("missing" if name not in table else "x".join(map(str, table[name].shape))
@@ -142,7 +144,8 @@ def load_weights(model, weights):
 
 class Log:
     """out_dir/log.jsonl, one object per line. A resumed run drops the lines after its checkpoint. The file is locked
-    while the run lasts: a second run in the same folder is refused (ConfigError)."""
+    while the run lasts: a second run in the same folder is refused (ConfigError). `validated` holds the steps whose
+    validation is logged. enabled: False on ranks that write nothing."""
 
     def __init__(self, path, step, enabled):
         self.path, self.files, self.validated = path, [], set()
@@ -158,7 +161,8 @@ class Log:
         self.validated = {row["step"] for row in rows.values() if "val_loss" in row}
 
     def open(self):
-        """Opens and locks the file. A replaced file stays locked too: another process may have just opened it."""
+        """Opens and locks the file. A file that was replaced stays open and locked: another process may have just
+        opened it."""
         self.files.append(open(self.path, "a"))
         try:
             fcntl.flock(self.files[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -204,18 +208,20 @@ def check_settings():
 
 def main():
     check_settings()
-    s = settings_of(globals())
+    settings = settings_of(globals())
     parallel = Parallel(device, dist_timeout)
-    master, dev, stop = parallel.rank == 0, parallel.device, []
+    master, dev = parallel.rank == 0, parallel.device
+    stop = []                                               # the signals that this process has received
     chosen = select_kernels(kernels, dev)
 
     def say(*words):
+        """Prints on rank 0."""
         try:
             if master:
                 print(*words, flush=True)
         except OSError as error:                            # a full disk does not end a training
             mute()
-            if isinstance(error, BrokenPipeError):          # a closed pipe does: save and end
+            if isinstance(error, BrokenPipeError):          # a closed pipe does, after saving
                 stop.append(signal.SIGPIPE)
 
     # 1. Data. The default corpus is the standard library of this Python, prepared on first use.
@@ -232,8 +238,7 @@ def main():
                           f"ids with the mask; set --vocab_size={expected}")
 
     # 2. Model and optimizer.
-    fields = {f: s[f] for f in ModelConfig.__dataclass_fields__ if f in s}
-    config = ModelConfig(**fields)
+    config = ModelConfig(**{f: settings[f] for f in ModelConfig.__dataclass_fields__ if f in settings})
     torch.manual_seed(seed)
     model = BlockDiffusionLM(config, init_std, embed_std).to(dev)
     micro_batches = share_of_batch(batch_size, micro_batch_size, parallel.rank, parallel.world)
@@ -249,7 +254,7 @@ def main():
             raise ModelError(f"{path} was trained with another {', '.join(changed)}; use the same "
                              f"settings, or another out_dir")
         watched = "seed batch_size data max_iters learning_rate warmup_iters min_lr weight_decay beta1 beta2 grad_clip"
-        if changed := [k for k in watched.split() if record["settings"].get(k) != s[k]]:
+        if changed := [k for k in watched.split() if record["settings"].get(k) != settings[k]]:
             say(f"resuming with another {', '.join(changed)}: not the run that an uninterrupted one would be")
         model.load_state_dict(record["model"])
         optimizer.load_state_dict(record["optimizer"])
@@ -284,7 +289,8 @@ def main():
             signal.signal(sig, on_signal)
 
     def validate():
-        """The validation loss after `step` steps; logs it once. None if a signal interrupted it."""
+        """The validation loss in nats per token after `step` steps. Logs it once for each step. None if a signal
+        interrupted it."""
         counts = nelbo_counts(model.eval(), val, parallel, autocast, seed, eval_samples,
                               batch_size=len(micro_batches[0]), stop=stop)
         model.train()
@@ -298,20 +304,22 @@ def main():
         return loss
 
     def save():
-        """Writes ckpt.pt, unless steps or weights are not finite: then it returns False and keeps the one before."""
+        """Writes ckpt.pt and returns True. If the last step or a weight is not finite, it keeps the file before and
+        returns False."""
         good = not bad_steps and all(p.isfinite().all() for p in model.parameters())   # the same on all ranks
         state = optimizer.state_dict() if good else None
         if good and master:
-            save_checkpoint(path, model, step=step, optimizer=state, tokenizer=tokenizer, settings=s,
+            save_checkpoint(path, model, step=step, optimizer=state, tokenizer=tokenizer, settings=settings,
                             losses=losses, skipped=skipped)
         return good
 
     def last_checkpoint():
-        return f"{path} is the last good checkpoint, go on with --resume" if os.path.exists(path) else \
-            "there is no checkpoint yet"
+        if os.path.exists(path):
+            return f"{path} is the last good checkpoint, go on with --resume"
+        return "there is no checkpoint yet"
 
     def end():
-        """Ends the process, after a signal with the status of one."""
+        """Ends the process. The exit status is 128 + the signal that stopped it, or 0."""
         parallel.close()
         sys.exit(128 + stop[0] if stop else 0)
 
@@ -322,13 +330,14 @@ def main():
         validate()                                          # before the first step
 
     # 4. The loop.
-    flops = train_flops(config, seq_len) * batch_size / parallel.world
+    flops = train_flops(config, seq_len) * batch_size / parallel.world          # of a step, for each GPU
     ceiling = matmul_ceiling(dev) if ampere(dev) else None
     if ceiling:
         say(f"{flops / 1e12:.1f} TFLOP a step and GPU; MFU is of {ceiling / 1e12:.0f} TFLOP/s, measured")
-    bad_steps, started, first_step = 0, time.time(), step
-    logged_at, logged_step, val_loss = started, step, None      # of the last line of the log
-    # An interrupt may have cut a validation off: then it is made now. Only rank 0 knows the log.
+    bad_steps, val_loss = 0, None                           # steps in a row that were not finite
+    started, first_step = time.time(), step                 # of this process, for the ETA
+    logged_at, logged_step = started, step                  # of the last line of the log
+    # If an interrupt cut off the validation of this step, it is made now. Only rank 0 knows the log.
     due = master and step and (step % eval_interval == 0 or step == max_iters) and step not in log.validated
     if parallel.sum([bool(due)])[0]:
         val_loss = validate()
@@ -360,15 +369,17 @@ def main():
             if bad_steps == 3:
                 raise ModelError(f"three steps in a row were not finite; lower learning_rate; {last_checkpoint()}")
         step += 1
-        # A signal may reach one rank only, but all must stop at the same step. Asking is a collective: every ten steps.
-        stopping = parallel.sum([len(stop)])[0] > 0 if step % 10 == 0 or parallel.world == 1 else False
+        # A signal may reach one rank only, but all must stop at the same step. So ranks ask each other, which is a
+        # collective, every ten steps.
+        asking = step % 10 == 0 or parallel.world == 1
+        stopping = asking and parallel.sum([len(stop)])[0] > 0
 
         if step % log_interval == 0 or step == max_iters:
             now = time.time()
             ms = 1000 * (now - logged_at) / (step - logged_step)
             mean = sum(losses) / len(losses) if losses else None
-            row = dict(step=step, loss=mean and round(mean, 5), lr=lr, grad_norm=round(norm, 4), ms=round(ms, 2),
-                       tok_per_s=round(1000 * batch_size * seq_len / ms), skipped=skipped,
+            row = dict(step=step, loss=mean if mean is None else round(mean, 5), lr=lr, grad_norm=round(norm, 4),
+                       ms=round(ms, 2), tok_per_s=round(1000 * batch_size * seq_len / ms), skipped=skipped,
                        memory=torch.cuda.max_memory_allocated() if dev.type == "cuda" else 0)
             done = (step - first_step) / (max_iters - first_step)
             eta = (now - started) * (1 - done) / done

@@ -10,7 +10,7 @@ attn_every = 1                  # attention in every layer
 seq_len = 8192
 block_len = 8192                # the whole sequence is one block
 n_layer = 24
-n_head = 18                      # head dimension 64
+n_head = 18                     # head dimension 64
 d_model = 1152
 
 batch_size = 64

@@ -10,7 +10,7 @@ attn_every = 1                  # attention in every layer
 seq_len = 8192
 block_len = 256
 n_layer = 18
-n_head = 14                      # head dimension 64
+n_head = 14                     # head dimension 64
 d_model = 896
 
 batch_size = 64

@@ -9,13 +9,13 @@ attn_every = 1                  # attention in every layer
 seq_len = 8192
 block_len = 256
 n_layer = 12
-n_head = 8                       # head dimension 56
+n_head = 8                      # head dimension 56
 d_model = 448
 
 batch_size = 32
 max_iters = 19_074              # 32 x 8192 x 19,074 = 5.000B tokens
 warmup_iters = 2000
-learning_rate = 4e-3             # best of five by C4 perplexity, tab:validation-87m-full
+learning_rate = 4e-3            # best of five by C4 perplexity, tab:validation-87m-full
 init_std = embed_std = 0.02
 micro_batch_size = 4            # 8 GPUs x 4 sequences; one GPU accumulates 8 micro-batches
 eval_interval = 1000

@@ -10,9 +10,9 @@ attn_every = 6                  # attention at layers 0, 6 and 12, Mamba-2 at al
 seq_len = 8192
 block_len = 256
 n_layer = 18
-n_head = 16                      # head dimension 52
+n_head = 16                     # head dimension 52
 d_model = 832
-d_state = 128                    # Mamba-2 state size; 26 heads of 64, chunks of 128
+d_state = 128                   # Mamba-2 state size; 26 heads of 64, chunks of 128
 mamba_head_dim = 64
 
 batch_size = 64

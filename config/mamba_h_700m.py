@@ -10,9 +10,9 @@ attn_every = 6                  # attention at layers 0, 6, 12 and 18, Mamba-2 a
 seq_len = 8192
 block_len = 256
 n_layer = 24
-n_head = 17                      # head dimension 64
+n_head = 17                     # head dimension 64
 d_model = 1088
-d_state = 128                    # Mamba-2 state size; 34 heads of 64, chunks of 128
+d_state = 128                   # Mamba-2 state size; 34 heads of 64, chunks of 128
 mamba_head_dim = 64
 
 batch_size = 64

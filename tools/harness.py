@@ -22,6 +22,7 @@ import sample
 from data import encode_choices, noise_seeds
 from decoders import Sampler
 from files import check_file, write_file
+from model import cast_for_inference
 from parallel import Parallel, pick_dtype, select_kernels
 
 try:
@@ -60,11 +61,11 @@ class NanoBDLM(LM):
         trained, self.text, self.known = evaluation.open_checkpoint(path, dev)
         # The engine comes first: the simple engine casts the weights in place.
         self.engine = sample.open_engine("auto", trained, pick_dtype(dtype, dev))
-        self.model = evaluation.cast_for_inference(trained, pick_dtype(dtype, dev))
+        self.model = cast_for_inference(trained, pick_dtype(dtype, dev))
 
     def loglikelihood(self, requests):
-        """[(log p of the continuation in nats, False)]. The requests of one question are consecutive. They get the
-        same noise, and if the context is too long, it is cut at the same place for all of them."""
+        """[(log p of the continuation in nats, False)], one for each request. The requests of one question are
+        consecutive. They get the same noise, and if the context is too long, it is cut at the same place for all."""
         groups = [list(group) for _, group in itertools.groupby(requests, lambda r: (r.task_name, r.doc_id))]
         s = self.model.config.seq_len
         questions = [encode_choices(self.text, *zip(*(r.args for r in group)), s)[0] for group in groups]
@@ -75,7 +76,7 @@ class NanoBDLM(LM):
         raise ConfigError("a task asks for the likelihood of whole texts; python eval.py has the NELBO, a bound on it")
 
     def generate_until(self, requests):
-        """The continuation of each context, up to the first of its `until` strings."""
+        """The text that continues each context, up to the first of its `until` strings."""
         made, (model, new_decoder), config = [], self.engine, self.model.config
         for i, request in enumerate(tqdm(requests, "generation", disable=None)):
             context, how = request.args

@@ -2,8 +2,8 @@
 Prepares text for training and evaluation, as folders that data.py reads, and converts six zero-shot question sets to
 one format. docs/data.md describes the input layouts and the formats.
 
-Run it once before training: `python data.py` and `python -m tools.prepare` take the same arguments and call `main`.
-Only this module needs the packages zstandard, huggingface_hub and pyarrow.
+`python data.py` and `python -m tools.prepare` are the same command. Only this module reads .zst and .parquet files and
+data sets of the hub, for which it needs the packages zstandard, pyarrow and huggingface_hub.
 
     python data.py jsonl *.jsonl.zst --val valid.jsonl --tokenizer gpt2 --out data/mine
     python data.py dclm --tokens 5e9
@@ -14,7 +14,6 @@ import contextlib
 import functools
 import gzip
 import hashlib
-import importlib
 import json
 import os
 import re
@@ -31,19 +30,11 @@ from pathlib import Path
 from data import (ELSEWHERE, HUB, META, SHARD_TOKENS, SPLITS, TASKS, VERSION, DataError, SplitWriter,
                   check_out, encode, get_tokenizer, prepare_stdlib, read_json, read_meta, sha256,
                   show, write_json, write_meta)
-from files import NO_ROOM, misfit, write_file, writing
+from files import NO_ROOM, misfit, need, write_file, writing
 
 SAVE_TOKENS = 4_000_000             # tokens held in memory before they are saved; a kill loses at most these
 BATCH_BYTES = 1 << 20               # bytes of text that a thread tokenises at a time
 DOWNLOAD = "download.tmp"           # folder for downloads, inside the prepared folder; check_out ignores .tmp
-
-
-def need(package):
-    """Imports an optional package. Raises DataError with the pip command if it is missing."""
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise DataError(f"{package} is not installed: pip install {package.split('.')[0]}") from None
 
 
 def unreadable(path, error):
@@ -70,14 +61,14 @@ class Batch:
     index: int                      # number of the source
     path: Path
     records: list = field(default_factory=list)     # (line, bytes)
-    documents: list = field(default_factory=list)   # (line, tokens, bytes), or (line, None, error) if it is bad
+    documents: list = field(default_factory=list)   # (line, tokens, UTF-8 bytes), or (line, None, error) of a bad one
     read: int = 0                   # bytes of the (compressed) file read so far
     last: bool = False              # whether this is the last batch of the file
 
 
 def zstd_lines(file):
     """The lines of a .zst file. Raises OSError if it is damaged, EOFError if its end is missing."""
-    zstandard, rest = need("zstandard"), b""
+    zstandard, rest = need("zstandard", "a .zst file"), b""
     decoder = zstandard.ZstdDecompressor().decompressobj()
     while piece := file.read(1 << 16):
         while piece:
@@ -96,6 +87,7 @@ def zstd_lines(file):
 
 
 def is_text(name):
+    """Whether a file is one document of plain text, not a document of JSON on each line."""
     return re.search(r"\.txt(\.zst|\.gz)?$", name)
 
 
@@ -140,13 +132,15 @@ def document_text(raw, name):
         raise ValueError("not UTF-8") from None
     except (ValueError, RecursionError):
         row = None
-    text = row.get("text") if isinstance(row, dict) else None
-    why = ('not a JSON object; one is expected on each line, {"text": ...}' if not isinstance(row, dict) else
-           'no "text"' if not isinstance(text, str) else
-           "an empty document" if not text else
-           "a document of 4 GiB or more" if len(raw) >> 32 else "")
-    if why:
-        raise ValueError(why)
+    if not isinstance(row, dict):
+        raise ValueError('not a JSON object; one is expected on each line, {"text": ...}')
+    text = row.get("text")
+    if not isinstance(text, str):
+        raise ValueError('no "text"')
+    if not text:
+        raise ValueError("an empty document")
+    if len(raw) >= 2 ** 32:                         # the table of documents holds sizes as uint32
+        raise ValueError("a document of 4 GiB or more")
     return text.removeprefix("\ufeff").replace("\r\n", "\n")
 
 
@@ -217,7 +211,8 @@ class Preparation:
             return self.finish()
 
     def finished(self):
-        """True if the folder is complete. Otherwise loads progress.json, or begins without it."""
+        """Whether the folder is complete. If not, takes the positions of progress.json; without one, begins at 0.
+        Raises DataError if the folder was made from other files or with other settings."""
         check_out(self.out, "meta.json", "progress.json")
         self.out.mkdir(parents=True, exist_ok=True)
         names = [name for name in ("meta.json", "progress.json") if (self.out / name).is_file()]
@@ -234,7 +229,7 @@ class Preparation:
         return False
 
     def n_first(self):
-        """Tokens of the first source's split so far."""
+        """Tokens so far in the split of the first source: that which `budget` limits."""
         writer = self.writers[self.sources[0].split]
         return writer.tokens + writer.n_pending
 
@@ -267,7 +262,7 @@ class Preparation:
                 break
         if batch.last and not self.full():
             self.position = [batch.index + 1, 0]
-        used_up = batch.last and self.out in batch.path.parents     # a downloaded file, completely read
+        used_up = batch.last and self.out in batch.path.parents     # a downloaded file that has been read
         if used_up or sum(writer.n_pending for writer in self.writers.values()) > SAVE_TOKENS:
             self.save()
         if used_up:
@@ -340,10 +335,11 @@ def on_hub(repo, call, *args, **kwargs):
     except Exception as error:      # the hub's, the network's and the disk's errors
         if getattr(error, "errno", None) in NO_ROOM:
             raise
-        what = (f"is gated: accept its licence at https://huggingface.co/datasets/{repo} in a browser, log in here "
-                f"with `hf auth login`, and run this again" if type(error).__name__ == "GatedRepoError" else
-                f"cannot be read from the hub ({type(error).__name__}): run the same command again when the network "
-                f"is back, or name a copy with --local DIR")
+        what = (f"cannot be read from the hub ({type(error).__name__}): run the same command again when the network is "
+                f"back, or name a copy with --local DIR")
+        if type(error).__name__ == "GatedRepoError":
+            what = (f"is gated: accept its licence at https://huggingface.co/datasets/{repo} in a browser, log in here "
+                    f"with `hf auth login`, and run this again")
         raise DataError(f"{repo} {what}") from None
 
 
@@ -353,16 +349,16 @@ def hub_files(repo, revision, wanted, out, local=None, what=""):
     local: a folder with the repository's layout, read instead of the hub. what: names the files in the error message.
     """
     if local:
-        names = [p.relative_to(local).as_posix() for p in Path(local).rglob("*") if p.is_file()]
+        held = [p.relative_to(local).as_posix() for p in Path(local).rglob("*") if p.is_file()]
         fetch, revision = functools.partial(Path, local), "a local copy"
     else:
-        hub = need("huggingface_hub")
+        hub = need("huggingface_hub", repo)
         revision = on_hub(repo, hub.HfApi().dataset_info, revision=revision).sha
         where = dict(repo_type="dataset", revision=revision)
-        names = on_hub(repo, hub.HfApi().list_repo_files, **where)
+        held = on_hub(repo, hub.HfApi().list_repo_files, **where)
         fetch = lambda name: Path(on_hub(
             repo, hub.hf_hub_download, name, local_dir=Path(out, DOWNLOAD), **where))
-    held, names = names, sorted(name for name in names if re.fullmatch(wanted, name))
+    names = sorted(name for name in held if re.fullmatch(wanted, name))
     if not names:
         raise DataError(f"{local or repo} holds no {what or f'file that matches {wanted}'}"
                         f" (it holds {', '.join(sorted(held)[:5]) or 'nothing'})")
@@ -417,8 +413,8 @@ def question(task, row, number):
         raise ValueError(f"no field {error}" if isinstance(error, KeyError) else f"not a row of {task}") from None
     if not all(choice.strip() for choice in choices):
         raise ValueError("an answer with no characters")
-    if not re.fullmatch(r"\d+", str(int(gold) if isinstance(gold, bool) else gold)) \
-            or int(gold) >= len(choices):
+    gold = int(gold) if isinstance(gold, bool) else gold            # boolq: false is "no", choice 0
+    if not re.fullmatch(r"\d+", str(gold)) or int(gold) >= len(choices):
         raise ValueError("no gold answer")
     name = next((row[key] for key in ("id", "ind", "idx") if key in row), number)
     key = "contexts" if isinstance(context, list) else "context"
@@ -427,17 +423,19 @@ def question(task, row, number):
 
 def read_rows(path):
     """(number, row) of a .jsonl or .parquet file. Raises DataError for a line that is not JSON."""
-    parquet = need("pyarrow.parquet") if path.suffix == ".parquet" else None
+    parquet = need("pyarrow.parquet", path) if path.suffix == ".parquet" else None
     try:
         rows = parquet.read_table(path).to_pylist() if parquet else path.read_bytes().splitlines()
     except (OSError, ValueError) as error:      # pyarrow raises ValueError
         raise unreadable(path, error) from None
     for number, row in enumerate(rows, 1):
-        try:
-            if isinstance(row, dict) or row.strip():
-                yield number, row if isinstance(row, dict) else json.loads(row)
-        except (ValueError, RecursionError):
-            raise DataError(f"{path}:{number}: not JSON") from None
+        if parquet:
+            yield number, row
+        elif row.strip():
+            try:
+                yield number, json.loads(row)
+            except (ValueError, RecursionError):
+                raise DataError(f"{path}:{number}: not JSON") from None
 
 
 def task_files(task, out, local, split):

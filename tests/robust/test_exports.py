@@ -237,10 +237,10 @@ def test_a_model_of_the_hub_that_cannot_be_had_is_one_sentence(path, hub, messag
         raise hub
     module = types.SimpleNamespace(snapshot_download=snapshot_download)
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub and module)
-    with pytest.raises(ModelError, match=message) as raised:
+    with pytest.raises(UserError, match=message) as raised:
         sample.open_checkpoint(path, "cpu")
     assert "\n" not in str(raised.value)
     if hub is None and "needs" in message:
         monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-        with pytest.raises(ModelError, match="needs safetensors.torch: pip install safetensors$"):
+        with pytest.raises(UserError, match="needs safetensors.torch: pip install safetensors$"):
             export("out", "folder")

@@ -261,7 +261,7 @@ def test_a_file_that_may_not_be_read_is_no_bad_document(tmp_path, monkeypatch):
 def test_a_missing_package_names_the_pip_command(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl.zst", documents(TEXTS))
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(data.DataError, match="pip install zstandard"):
+    with pytest.raises(UserError, match="pip install zstandard"):
         prepared(tmp_path / "out", [path])
 
 
