@@ -16,11 +16,13 @@ import torch
 import eval as evaluation
 from checkpoint import save_checkpoint
 from configurator import UserError, configure
-from conftest import QUESTION, eval_record, make_model, module_of, script, write_rows
-from data import TASKS, DataError, encode_choices, get_tokenizer, load_questions, task_paths
+from conftest import ARCHITECTURES, QUESTION, eval_record, make_model, module_of, script, write_rows
+from data import TASKS, DataError, encode_choices, get_tokenizer, load_questions, noise_generators, task_paths
 from eval import credit, text_figures
 from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file
+from nelbo import masked_cross_entropy, sequence_nelbo
 from paper import PARAMS, RESULTS
+from test_eval import counts_of
 from tools import prepare
 
 BYTES = get_tokenizer("bytes")
@@ -67,6 +69,29 @@ def test_context_and_choice_are_encoded_as_one_string_and_cut_on_the_left():
     assert encode_choices(BYTES, *row, 2)[0][1] == ([], list(b" bcd"))         # answers stay whole
     with pytest.raises(ValueError, match="no tokens"):
         encode_choices(BYTES, ["a"], [""], 9)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_stratified_noise_levels_stay_in_their_strata(name):
+    model, x = make_model(name), torch.zeros(3, 32, dtype=torch.long)
+    whole, _ = model.draw_noise(x, noise_generators(5, range(3)))
+    counts = counts_of(model, x, seed=5, mc=4, stratified=True)
+    for j in range(4):
+        t, _ = model.draw_noise(x, noise_generators(5, range(3)), stratum=(j, 4))
+        torch.testing.assert_close(t - 1e-3, (whole - 1e-3 + j * (1 - 1e-3)) / 4)
+        t, is_masked = model.draw_noise(x, noise_generators(5, [j << 32 | i for i in range(3)]), (j, 4))
+        np.testing.assert_allclose(counts[:, j], sequence_nelbo(model, x, is_masked, t))
+
+
+def test_logits_and_log_sum_exp_are_fp32_whatever_the_model_runs_in():
+    model = make_model("mamba_h", torch.float32)
+    hidden = torch.randn(40, 16, generator=torch.Generator().manual_seed(8)).bfloat16()
+    target = torch.arange(40) % 22
+    exact = (hidden.double() @ model.head.weight[:-1].double().T).log_softmax(-1)
+    with torch.autocast("cpu", torch.bfloat16):
+        nats, hits = masked_cross_entropy(model, hidden, target, tile_elements=100)
+    torch.testing.assert_close(nats, -exact[torch.arange(40), target].detach(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(hits, exact.argmax(-1) == target) and hits.any() and not hits.all()
 
 
 def test_figures_of_a_text():

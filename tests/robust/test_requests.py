@@ -90,6 +90,16 @@ def test_prompts_of_one_length_are_read_together_and_equal_ones_once(monkeypatch
         assert read[:len(shapes)] == shapes and all(map(torch.equal, rows, alone))
 
 
+def test_no_call_takes_more_tokens_than_a_chunk_whatever_the_number_of_rows():
+    model, sizes = make_model("mamba_h", torch.float32), []
+    tokens, caches = torch.randint(0, 22, (6, 64)), [model.new_cache(6, 64) for _ in range(2)]
+    model.embed.register_forward_pre_hook(lambda module, inputs: sizes.append(inputs[0].numel()))
+    model.prefill(tokens, caches[0], chunk_tokens=100)
+    assert max(sizes) == 6 * 16 <= 100 and sum(sizes) == 6 * 64
+    model.prefill(tokens, caches[1])
+    torch.testing.assert_close(caches[0].layers, caches[1].layers, atol=1e-5, rtol=1e-5)
+
+
 # -- saved prompts --------------------------------------------------------------------------------
 
 def test_the_script_saves_a_prompt_and_goes_on_from_it_later(tmp_path):
