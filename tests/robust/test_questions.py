@@ -1,4 +1,5 @@
-"""Questions, figures and tables of eval.py, and what cannot work: a sentence. What was evaluated before a crash is kept."""
+"""Questions, figures and tables of eval.py. What cannot be evaluated is refused in a sentence, and what was evaluated
+before a crash is kept."""
 import hashlib
 import io
 import json
@@ -30,7 +31,7 @@ BYTES = get_tokenizer("bytes")
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory, corpus):
-    """Checkpoints of a block model and a full-sequence model on bytes that know nothing."""
+    """Checkpoints of a block model and a full-sequence model of bytes. Both know nothing."""
     paths = []
     for name in ("mamba_h", "attention"):
         model = make_model(name, torch.float32, vocab_size=258)
@@ -40,7 +41,7 @@ def checkpoints(tmp_path_factory, corpus):
     return paths
 
 
-# -- what is made of good ones --------------------------------------------------------------------
+# -- figures and tables ---------------------------------------------------------------------------
 
 def test_choices_that_differ_by_rounding_share_the_credit():
     exists, gold = np.array([[True, True, False]]), np.array([0])
@@ -162,7 +163,7 @@ def test_a_model_is_recognised_as_the_papers_by_its_shape():
             assert evaluation.paper_name(BlockDiffusionLM(config_from_file(name))) == name
 
 
-# -- bad ones -------------------------------------------------------------------------------------
+# -- questions and settings that cannot work ------------------------------------------------------
 
 @pytest.mark.parametrize("rows, message", [
     ([], "no questions"),
@@ -171,10 +172,12 @@ def test_a_model_is_recognised_as_the_papers_by_its_shape():
     ([dict(QUESTION, gold=2)], "no gold answer"),
     ([dict(QUESTION, gold=True)], "no gold answer"),
     ([QUESTION, dict(QUESTION, choices=[" b", "  "])], ":2: the answer '  ' has no tokens"),
-    (["caf\udce9"], ":1: 'utf-8' codec can't decode"), ([dict(QUESTION, choices=[1, 2])], "not a prepared question"),
+    (["caf\udce9"], ":1: 'utf-8' codec can't decode"),
+    ([dict(QUESTION, choices=[1, 2])], "not a prepared question"),
     ([dict(QUESTION, choices=[" b"])], "not a prepared question"),
     ([dict(QUESTION, contexts=["a"])], "not a prepared question"),
-    (["[1]"], "not a prepared question"), ([dict(text="x")], "not a prepared question")])
+    (["[1]"], "not a prepared question"),
+    ([dict(text="x")], "not a prepared question")])
 def test_bad_questions_are_refused_with_their_line(tmp_path, rows, message):
     with pytest.raises(DataError, match=message):
         load_questions(write_rows(tmp_path / "piqa.jsonl", rows), BYTES, 99)
@@ -206,8 +209,11 @@ def test_missing_and_misnamed_question_sets_are_refused(tmp_path):
     ("--checkpoint={good} --seq_len=270336", "rotary capacity of 262144"),
     ("--checkpoint={good},{tmp}/nowhere --out={tmp}/lost.json", "there is no checkpoint at"),
     ("--checkpoint={good},{tmp}/bytes.pt", "300 token ids, not those of its tokenizer, bytes"),
-    ("--checkpoint={good},", "names with commas between them"), ("--checkpoint=1", "written as ./5"),
-    ("--data=5", "data must be names with commas between them, but is [5]"), ("--tasks=piqa", "add --mcqa=FOLDER"), ("--seed=-5", "seed must be at least 0, but is -5"),
+    ("--checkpoint={good},", "names with commas between them"),
+    ("--checkpoint=1", "written as ./5"),
+    ("--data=5", "data must be names with commas between them, but is [5]"),
+    ("--tasks=piqa", "add --mcqa=FOLDER"),
+    ("--seed=-5", "seed must be at least 0, but is -5"),
     ("--checkpoint={good} --data={corpus},{tmp}/nowhere", "holds no prepared data: run python data.py"),
     ("--checkpoint={good} --generate=1 --length=270000", "ask for a shorter length"),
     ("--checkpoint={good} --generate=1 --length=20000", "choose a smaller length"),
@@ -215,8 +221,10 @@ def test_missing_and_misnamed_question_sets_are_refused(tmp_path):
     ("--checkpoint={good} --judge={good}", "add --generate=N"),
     ("--checkpoint={good} --out={tmp}", "which cannot be written; name another file"),
     ("--checkpoint={good} --out={tmp}/empty.pt/eval.json", "eval.json, which cannot be written; name another file"),
-    ("--score=best", "one of pll, nelbo"), ("--mc=0", "mc must be at least 1, but is 0"),
-    ("--checkpoint=[]", "name a file with --checkpoint"), ("--generate=-1", "generate must be at least 0, but is -1"),
+    ("--score=best", "one of pll, nelbo"),
+    ("--mc=0", "mc must be at least 1, but is 0"),
+    ("--checkpoint=[]", "name a file with --checkpoint"),
+    ("--generate=-1", "generate must be at least 0, but is -1"),
     ("--sequence=3", "did you mean sequences")])
 def test_bad_input_is_one_sentence_and_a_non_zero_exit(bad, argv, message):
     status, printed, error = script("eval.py", *argv.format(**bad).split(), "--device=cpu")
@@ -226,7 +234,7 @@ def test_bad_input_is_one_sentence_and_a_non_zero_exit(bad, argv, message):
 
 @pytest.fixture(scope="module")
 def bad(corpus, checkpoints, tmp_path_factory):
-    """Names of what cannot work -> arguments."""
+    """What the words in braces of the test above stand for."""
     tmp_path = tmp_path_factory.mktemp("bad")
     model = BlockDiffusionLM(ModelConfig(vocab_size=300, seq_len=32, block_len=8, n_layer=1, n_head=2,
                                          d_model=32, d_state=8, mamba_head_dim=16))
@@ -282,7 +290,8 @@ def test_questions_nested_without_end_are_refused_with_their_line(tmp_path):
 
 def test_all_question_sets_that_can_be_made_are_made_from_the_split_that_is_asked_for(tmp_path):
     rows = dict(piqa=dict(goal="g", sol1="a", sol2="b", label=0), boolq=dict(passage="p", question="q", answer=True),
-                arc_challenge=dict(id="1", question="q", answerKey="A", choices=dict(text=["a", "b"], label=["A", "B"])))
+                arc_challenge=dict(id="1", question="q", answerKey="A",
+                                   choices=dict(text=["a", "b"], label=["A", "B"])))
     for task, row in rows.items():
         (tmp_path / "in" / task).mkdir(parents=True)
         (tmp_path / "in" / task / "validation.jsonl").write_text(json.dumps(row) + "\n")
@@ -305,6 +314,7 @@ def test_all_question_sets_that_can_be_made_are_made_from_the_split_that_is_aske
 def test_a_limit_draws_questions_by_seed_from_the_whole_task(tmp_path):
     rows = [dict(context=str(i), choices=[" a", " b"], gold=0) for i in range(100)]
     (tmp_path / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
     def drawn(seed, limit=10):
         questions = load_questions(tmp_path / "piqa.jsonl", BYTES, 99, limit, seed)
         return [int(bytes(q["pairs"][0][0])) for q in questions]

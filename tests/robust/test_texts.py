@@ -1,4 +1,5 @@
-"""Texts, folders and arguments that data.py cannot use: each ends in a sentence that names the place, and nothing is lost."""
+"""Texts, folders and arguments that data.py cannot use: each ends in a sentence that names the place, and nothing is
+lost."""
 import errno
 import json
 import multiprocessing
