@@ -243,7 +243,7 @@ class Child:
         assert text in self.printed()[0], self.printed()
 
     def end(self, signal_number=None):
-        """Sends a signal, if one is given, and waits. Returns the exit status, and what went to stdout and to stderr."""
+        """Sends a signal, if one is given, and waits. Returns the exit status, and what it printed to the two files."""
         if signal_number is not None:
             os.kill(self.process.pid, signal_number)
         self.process.join(100)

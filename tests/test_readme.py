@@ -1,5 +1,5 @@
-"""What the README and the pages in docs/ name exists, the README's table of models is right, and its laptop commands run
-with tiny settings."""
+"""What the README and the pages in docs/ name exists. The README's table of models is right, and its laptop commands
+run, with tiny settings."""
 import glob
 import os
 import re
@@ -63,7 +63,7 @@ def test_functions_and_settings_that_a_page_names_exist(page):
              if owner not in FOREIGN and name not in ("py", "json")]
     for owner, name in named:
         if owner == "tools" and name in SOURCES or owner not in SOURCES and not has_fast():
-            continue                                    # a file, perhaps of fast/: that may be removed, and the pages stay
+            continue                                    # a file; those of fast/ may be removed, and the pages stay
         assert owner in SOURCES or re.search(rf"^class {owner}\b", EVERYTHING, re.M), owner
         assert re.search(rf"(def|class) {name}\b|^ *{name}\b.* = |^ *{name}: ", SOURCES.get(owner, EVERYTHING), re.M), \
             f"{owner}.{name}"

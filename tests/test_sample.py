@@ -1,4 +1,4 @@
-"""Generation: cached generation against the definition without a cache, decoders, gaps, saved prompts, distributions."""
+"""Cached generation against the definition without a cache; decoders, gaps, saved prompts, distributions."""
 import pytest
 import torch
 
@@ -92,7 +92,7 @@ def test_forward_passes_are_counted_and_each_step_can_be_watched(engine):
 @pytest.mark.parametrize("prompt_length, more", [(19, 0), (16, 0), (19, 8), (0, 11)])
 def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_token_for_token(name, prompt_length, more,
                                                                                       engine, tmp_path, monkeypatch):
-    """The plain engine reads and saves the prompt; every engine goes on from it. `more`: tokens after the saved ones."""
+    """The plain engine reads and saves a prompt, and each engine goes on from it. more: prompt tokens after it."""
     model, path = make_model(name, torch.float32), str(tmp_path / "cache")
     prompt, = prompts_of(prompt_length + more)
     want = generate(model, [prompt] * 2, 21, make_sampler(model, 2)).tokens

@@ -1,5 +1,5 @@
-"""Requests to sample.py: bad ones are refused before any work, and so are saved prompts of other weights. What a terminal
-shows."""
+"""Requests to sample.py: bad ones are refused before any work, and so are saved prompts of other weights. What a
+terminal shows."""
 import io
 import os
 import runpy

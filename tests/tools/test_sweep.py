@@ -1,4 +1,4 @@
-"""tools/sweep.py: it picks learning rates, survives failures and interrupts, and draws. Tiny models on a tiny corpus."""
+"""tools/sweep.py picks learning rates, survives failures and interrupts, and draws. Tiny models on a tiny corpus."""
 import contextlib
 import glob
 import json
