@@ -264,4 +264,4 @@ def start_ranks(folder, world, *argv, per_node=None):
     per_node, port = per_node or world, free_port()
     return [Child(folder, *argv, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank % per_node),
                   LOCAL_WORLD_SIZE=str(per_node), GROUP_RANK=str(rank // per_node), MASTER_ADDR="localhost",
-                  MASTER_PORT=str(port), OMP_NUM_THREADS="1") for rank in range(world)]
+                  MASTER_PORT=str(port)) for rank in range(world)]

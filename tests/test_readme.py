@@ -74,6 +74,12 @@ def test_functions_and_settings_that_a_page_names_exist(page):
             assert re.search(rf"\b{name}\b", EVERYTHING), name
 
 
+def test_the_pages_name_every_tool_and_every_operation_that_may_be_replaced():
+    operations = re.findall(r"@(?:ops\.)?replaceable\n *def (\w+)", EVERYTHING)
+    assert len(operations) > 10 and all(f"{name}`" in PAGES["docs/kernels.md"] for name in operations)
+    assert not [path.stem for path in ROOT.glob("tools/[a-z]*.py") if path.stem not in README]
+
+
 def test_the_table_of_models_is_that_of_the_configs_and_parameter_counts_round_to_the_papers():
     table, millions = README.partition("\n| config |")[2].partition("\n\n")[0], {}
     for row in table.splitlines()[2:]:

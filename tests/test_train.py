@@ -1,5 +1,4 @@
 """Training: exact resume, any number of processes, AdamW, weights of another block length. Tiny models and texts."""
-import os
 import subprocess
 import sys
 
@@ -57,8 +56,8 @@ def test_accumulation_does_not_change_the_run(corpus, tmp_path):
 def torchrun(folder, *argv):
     """Two processes, started by torchrun itself."""
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
-                           "--master_addr=localhost", f"--master_port={free_port()}", *argv], cwd=ROOT, text=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=150)
+                           "--master_addr=localhost", f"--master_port={free_port()}", *argv],
+                          cwd=ROOT, text=True, capture_output=True, timeout=150)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,5 +1,5 @@
 """Compiles every Triton kernel for an A100, an RTX 4090 and an H100 or H200 on a machine without a GPU. Triton's
-compiler may refuse what its interpreter (test_kernels.py) accepts. Needs only Triton, and half a minute for each GPU."""
+compiler may refuse what its interpreter (test_kernels.py) accepts. Needs Triton, and half a minute for each GPU."""
 import os
 import subprocess
 import sys

@@ -231,7 +231,7 @@ def test_ctrl_c_is_one_line(monkeypatch, trained, tmp_path, name):
 
 
 @pytest.mark.parametrize("missing", ["matplotlib", "tqdm"])
-def test_a_run_ends_well_without_matplotlib_and_without_tqdm(corpus, tmp_path, monkeypatch, missing):
+def test_a_run_needs_neither_matplotlib_nor_tqdm(corpus, tmp_path, monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
     status, printed, error = script("train.py", *TINY, f"--data={corpus}", f"--out_dir={tmp_path}/out")
     assert status == 0, error
@@ -241,7 +241,7 @@ def test_a_run_ends_well_without_matplotlib_and_without_tqdm(corpus, tmp_path, m
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="needs /proc")
 @pytest.mark.parametrize("data_too, advice", [(False, "add --data=FOLDER"), (True, "choose another --out_dir")])
 def test_where_nothing_can_be_written_the_error_names_the_flag(corpus, monkeypatch, data_too, advice):
-    """In a folder that takes no files, not even of root."""
+    """/proc takes no new files, not even from root."""
     monkeypatch.chdir("/proc")
     status, _, error = script("train.py", *TINY, *[f"--data={corpus}"] * data_too)
     assert status == 1 and "cannot be written" in error and error.endswith(advice)
@@ -252,13 +252,13 @@ def test_a_refused_setting_leaves_the_log_as_it_was_and_a_torn_line_is_dropped(c
     argv = TINY + [f"--data={corpus}", f"--out_dir={out}"]
     run_train(argv + ["--max_iters=5", "--log_interval=3"])
     before = read_log(out)
-    ms = [r["ms"] for r in before if "ms" in r]
+    ms = [r["ms"] for r in before if "ms" in r]         # per step, also in the shorter last interval
     assert [r["step"] for r in before if "ms" in r] == [3, 5] and ms[1] > ms[0] / 20
     with pytest.raises(ConfigError, match=r"warmup_iters must be below max_iters \(5\), but is 9"):
         run_train(argv + ["--max_iters=5", "--warmup_iters=9"])
     assert read_log(out) == before
     with open(os.path.join(out, "log.jsonl"), "a") as f:
-        f.write('[1]\n{"step": 5, "lo')                 # no line of ours, and killed while writing
+        f.write('[1]\n{"step": 5, "lo')                 # a line of another form, and one that was cut off
     run_train(argv + ["--max_iters=6", "--log_interval=3", "--resume"])
     assert read_log(out)[:len(before)] == before and read_log(out)[-1]["step"] == 6
 
