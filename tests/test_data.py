@@ -38,7 +38,7 @@ def prepared(out, train, val=(), **settings):
 
 
 def folder_bytes(folder):
-    """Everything in a folder but the command that made it."""
+    """{name: content} of all files of a folder."""
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
@@ -66,10 +66,10 @@ def test_an_epoch_shows_every_window_once_in_an_order_of_its_own(tmp_path):
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(windows)
     assert epochs[0] != epochs[1] and epochs[0] != windows
     steps = [train.batch(7, step, range(4), 4, 16).tolist() for step in range(n // 4)]
-    assert sum(steps, []) == epochs[0][:n // 4 * 4], "small steps do not walk through the epoch"
+    assert sum(steps, []) == epochs[0][:n // 4 * 4], "small steps must go through the epoch in its order"
     assert train.batch(8, 0, range(n), n, 16).tolist() != epochs[0]
     shard = np.searchsorted(train.starts, 16 * data.permutation(7, 0, n), "right")
-    assert len(set(shard[:20].tolist())) > 3, "the first windows come from a few shards only"
+    assert len(set(shard[:20].tolist())) > 3, "the first windows must come from many shards"
 
 
 def test_the_order_of_windows_does_not_depend_on_ranks_micro_batches_or_resuming(tmp_path):

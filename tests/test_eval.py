@@ -75,7 +75,7 @@ def test_at_block_length_1_the_nelbo_at_t_1_is_the_exact_autoregressive_likeliho
     nats = sequence_nelbo(model, x, torch.ones_like(x, dtype=torch.bool), torch.ones(81, 4))[:, 0]
     np.testing.assert_allclose(nats, [exact_bound(model, row) for row in x])
     assert float(torch.exp(-nats).sum()) == pytest.approx(1)
-    assert nats.std() > 0.1, "the model must tell the sequences apart"
+    assert nats.std() > 0.1, "the sequences must have different likelihoods"
 
 
 @all_models
@@ -101,10 +101,10 @@ def test_the_number_does_not_depend_on_batch_size_rank_count_or_later_samples(na
     np.testing.assert_allclose(counts_of(model, x, mc=2, batch_size=1), whole)
     shares = [counts_of(model, x, mc=2, batch_size=2, rank=r, world=3) for r in range(3)]
     np.testing.assert_allclose(sum(shares), whole)
-    assert not any((shares[0] * shares[1]).ravel())
-    np.testing.assert_allclose(counts_of(model, x[:4]), whole[:4, :1])
-    assert abs(counts_of(model, x, seed=1) - whole[:, :1])[..., 0].min() > 0
-    assert abs(whole[:, 0] - whole[:, 1])[..., 0].min() > 0
+    assert not any((shares[0] * shares[1]).ravel())     # no two ranks have a sequence in common
+    np.testing.assert_allclose(counts_of(model, x[:4]), whole[:4, :1])         # fewer sequences, fewer noise samples
+    assert abs(counts_of(model, x, seed=1) - whole[:, :1])[..., 0].min() > 0   # another seed is other noise
+    assert abs(whole[:, 0] - whole[:, 1])[..., 0].min() > 0                    # and so is another sample
 
 
 @all_models
@@ -180,7 +180,7 @@ def test_scoring_from_the_cache_equals_scoring_without_it(name, time_conditionin
 def test_scores_do_not_depend_on_batches_or_ranks_and_equal_choices_get_equal_noise(name, rule):
     model, questions = make_model(name), make_questions()
     questions[0] = [questions[0][1]] * 2
-    whole = scores_of(model, questions, rule, mc=3)
+    whole = scores_of(model, questions, rule, mc=3)     # question 0 has two equal choices
     np.testing.assert_allclose(scores_of(model, questions, rule, mc=3, budget=1), whole)
     np.testing.assert_allclose(sum(scores_of(model, questions, rule, mc=3, rank=r, world=2) for r in (0, 1)),
                                whole)
@@ -203,11 +203,11 @@ def test_the_nelbo_of_an_answer_agrees_with_its_exact_bound(name, block_len):
 # -- question sets -------------------------------------------------------------------------------
 
 def make_question(lengths, gold):
-    """A question whose choices have these numbers of tokens, at random."""
+    """A question whose choices are random tokens, of these lengths."""
     return dict(pairs=[([7], torch.randint(0, 22, (n,)).tolist()) for n in lengths], cut=0, gold=gold)
 
 
-def test_accuracy_per_token_accuracy_ties_and_baselines():
+def test_accuracies_and_baselines_of_questions_with_a_tie():
     questions = [make_question(*q) for q in (((2, 4), 1), ((3, 3, 3), 0), ((2, 2), 1), ((2, 2), 1))]
     nll = np.array([[2., 3., 0], [1., 2., 3.], [1., 1., 0], [5., 4., 0]])
     f = task_figures(questions, nll)

@@ -16,7 +16,7 @@ block_models = pytest.mark.parametrize("name", BLOCK_MODELS)
 @pytest.mark.parametrize("name, block_len", BLOCK_LENGTHS)
 @both_times
 def test_cached_logits_equal_all_block_logits_for_every_block(name, block_len, time_conditioning):
-    """With blocks of one token this is an autoregressive model."""
+    """A block model with blocks of one token is autoregressive."""
     model = make_model(name, block_len=block_len, time_conditioning=time_conditioning)
     x0, xt, t = make_batch(model)
     logits = model.all_block_logits(x0, xt, t)
