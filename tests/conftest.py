@@ -36,6 +36,9 @@ BLOCK_MODELS = ["bdlm_attention", "mamba_h"]
 # (architecture, block_len) of the four, and of block models with blocks of one token: these are autoregressive.
 BLOCK_LENGTHS = [*((name, block_len) for name, (_, block_len) in ARCHITECTURES.items()),
                  *((name, 1) for name in BLOCK_MODELS)]
+all_models = pytest.mark.parametrize("name", ARCHITECTURES)
+block_models = pytest.mark.parametrize("name", BLOCK_MODELS)
+both_times = pytest.mark.parametrize("time_conditioning", [False, True])
 NO_FAST = "needs the folder fast/"
 ENGINES = ["simple", pytest.param("fused", marks=pytest.mark.skipif(not has_fast(), reason=NO_FAST))]
 

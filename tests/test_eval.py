@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import (ARCHITECTURES, BLOCK_LENGTHS, BLOCK_MODELS, QUESTION, eval_record, make_model, start_ranks,
-                      write_rows)
+from conftest import (ARCHITECTURES, BLOCK_LENGTHS, QUESTION, all_models, block_models, eval_record, make_model,
+                      start_ranks, write_rows)
 from data import noise_generators
 from eval import nelbo_figures, ratio, score_answers, task_figures
 from nelbo import nelbo_counts, sequence_nelbo
-
-all_models = pytest.mark.parametrize("name", ARCHITECTURES)
 
 
 def ranks(rank=0, world=1):
@@ -68,7 +66,7 @@ def exact_bound(model, x, known=0):
 
 # -- exact likelihoods ---------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name", BLOCK_MODELS)
+@block_models
 def test_at_block_length_1_the_nelbo_at_t_1_is_the_exact_autoregressive_likelihood(name):
     model = make_model(name, vocab_size=4, seq_len=4, block_len=1)
     x = torch.tensor(list(itertools.product(range(3), repeat=4)))              # all 81 sequences

@@ -5,12 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import ARCHITECTURES, BLOCK_LENGTHS, BLOCK_MODELS, make_batch, make_model
+from conftest import BLOCK_LENGTHS, all_models, block_models, both_times, make_batch, make_model
 from model import BlockDiffusionLM
-
-both_times = pytest.mark.parametrize("time_conditioning", [False, True])
-all_models = pytest.mark.parametrize("name", ARCHITECTURES)
-block_models = pytest.mark.parametrize("name", BLOCK_MODELS)
 
 
 @pytest.mark.parametrize("name, block_len", BLOCK_LENGTHS)

@@ -4,13 +4,13 @@ import torch
 
 import ops
 from checkpoint import fingerprint, load_prefix, read_prefix, save_prefix
-from conftest import ARCHITECTURES, BLOCK_MODELS, ENGINES, generate_by, make_model, make_sampler, prompts_of
+from conftest import ENGINES, all_models, block_models, generate_by, make_model, make_sampler, prompts_of
 from decoders import DECODERS, ActiveBlock, Sampler
 from model import BlockDiffusionLM, take
 from sample import generate, generate_naive
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@all_models
 @pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize("prompt_length, length, time_conditioning", [
     (11, 18, False), (11, 18, True), (1, 1, False), (7, 1, True), (8, 1, False), (16, 16, True)])
@@ -25,7 +25,7 @@ def test_cached_generation_equals_generation_without_a_cache_token_for_token(nam
     assert torch.equal(naive[:, :prompt_length], prompts) and (naive != model.config.mask_id).all()
 
 
-@pytest.mark.parametrize("name", BLOCK_MODELS)
+@block_models
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_rows_with_prompts_of_different_lengths_come_out_as_they_would_alone(name, engine, decoder):
@@ -40,7 +40,7 @@ def test_rows_with_prompts_of_different_lengths_come_out_as_they_would_alone(nam
         assert torch.equal(together.tokens[i][:len(prompt)], prompt)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@all_models
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_a_gap_is_filled_between_a_prompt_and_a_suffix_that_stay(name, engine, decoder):
@@ -55,7 +55,7 @@ def test_a_gap_is_filled_between_a_prompt_and_a_suffix_that_stay(name, engine, d
         assert (row != model.config.mask_id).all()
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@all_models
 def test_a_gap_is_filled_by_what_the_model_says_between_both_sides(name):
     """One step reveals everything at temperature 0: the most probable tokens, given prompt and suffix."""
     model, (prompt,), suffix = make_model(name), prompts_of(18), torch.tensor([3, 1])
@@ -88,7 +88,7 @@ def test_forward_passes_are_counted_and_each_step_can_be_watched(engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", BLOCK_MODELS)
+@block_models
 @pytest.mark.parametrize("prompt_length, more", [(19, 0), (16, 0), (19, 8), (0, 11)])
 def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_token_for_token(name, prompt_length, more,
                                                                                       engine, tmp_path, monkeypatch):

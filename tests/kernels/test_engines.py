@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from conftest import (ARCHITECTURES, BLOCK_MODELS, ENGINES, ROOT, generate_by, make_batch, make_model, make_sampler,
-                      need_fast, prompts_of)
+from conftest import (ARCHITECTURES, ENGINES, ROOT, all_models, block_models, both_times, generate_by, make_batch,
+                      make_model, make_sampler, need_fast, prompts_of)
 
 need_fast()
 
@@ -21,10 +21,8 @@ from model import ModelError  # noqa: E402
 from sample import generate, generate_naive, open_engine  # noqa: E402
 from test_ops import scan_inputs  # noqa: E402
 
-both_times = pytest.mark.parametrize("time_conditioning", [False, True])
 
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@all_models
 @pytest.mark.parametrize("time_conditioning, prompt_length, how", [
     (False, 11, dict(tokens_per_step=2)), (True, 0, dict(tokens_per_step=8, top_k=5)),
     (False, 11, dict(tokens_per_step=3, top_p=0.8)), (True, 11, dict(decoder="confidence", temperature=0.0)),
@@ -97,7 +95,7 @@ def test_a_finished_block_is_in_the_cache_when_it_is_flushed():
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@all_models
 def test_the_model_that_was_prepared_stays_valid(name):
     model = make_model(name)
     before = {k: v.clone() for k, v in model.state_dict().items()}
@@ -162,7 +160,7 @@ def test_weights_prepared_for_inference_compute_the_same_function(monkeypatch, n
 
 
 @pytest.mark.parametrize("n_layer", [1, 2, 3])          # the last is attention, Mamba, attention
-@pytest.mark.parametrize("name", BLOCK_MODELS)
+@block_models
 @both_times
 def test_positions_that_nobody_asks_for_may_be_left_out_of_the_last_layer(name, n_layer, time_conditioning):
     """Rows of different lengths; positions may come twice. What a commit leaves in the cache is the same."""

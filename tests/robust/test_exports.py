@@ -240,10 +240,9 @@ def test_nothing_in_a_folder_is_executed(saved, tmp_path):
     ("hf://owner/name", None, "hf://owner/name needs huggingface_hub: pip install huggingface_hub$"),
     ("hf://owner/name", ConnectionError("reset\nby peer"),
      "cannot be downloaded from the hub .ConnectionError.: check the name"),
-    ("hf://name", None, "is not the name of a model; write hf://owner/name"),
-    ("hf://a/b/c", None, "is not the name of a model"),
     ("hf://../..", ValueError("no"), "cannot be downloaded"),
-    ("hf://a/b@", None, "is not the name of a model")])
+    *((path, None, "is not the name of a model; write hf://owner/name") for path in (
+        "hf://name", "hf://a/b/c", "hf://a/b@"))])
 def test_a_model_of_the_hub_that_cannot_be_had_is_one_sentence(path, hub, message, monkeypatch):
     def snapshot_download(*request, **how):
         raise hub

@@ -220,16 +220,6 @@ def test_sigterm_while_sampling_is_a_line(trained, tmp_path):
     assert status == 130 and "stopped after" in error and "Traceback" not in error
 
 
-@pytest.mark.parametrize("name", ["train.py", "eval.py", "bench.py"])
-def test_ctrl_c_is_one_line(monkeypatch, trained, tmp_path, name):
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-    monkeypatch.setattr("parallel.pick_device", stop)
-    argv = {"train.py": [f"--out_dir={tmp_path}"], "eval.py": [f"--checkpoint={trained}"], "bench.py": ["train"]}
-    status, _, error = script(name, *argv[name])
-    assert status == 130 and error.endswith(f"{name}: stopped\n")
-
-
 @pytest.mark.parametrize("missing", ["matplotlib", "tqdm"])
 def test_a_run_needs_neither_matplotlib_nor_tqdm(corpus, tmp_path, monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)

@@ -40,16 +40,12 @@ READERS = {                             # a file, and the commands that read it;
     "questions/piqa.jsonl": [["eval.py", *QUICK, "--mcqa={here}/questions"]],
     "questions/meta.json": [["data.py", "show", "{here}/questions"]],
     "local/piqa/validation.jsonl": [["data.py", "mcqa", "--local", "{here}/local", "--out", "{here}/out"]],
-    "in/a.jsonl": [[*PREPARE, "{here}/out"]],
-    "in/b.txt": [[*PREPARE, "{here}/out"]],
-    "in/c.jsonl.gz": [[*PREPARE, "{here}/out"]],
+    **{f"in/{name}": [[*PREPARE, "{here}/out"]] for name in ("a.jsonl", "b.txt", "c.jsonl.gz")},
     "half/progress.json": [[*PREPARE, "{here}/half"]],
     "config.py": [["train.py", "{here}/config.py", *TRAIN, "--out_dir={here}/out"]],
     "prompt": [[*SAMPLE, "--prompt_file={here}/prompt"]],
     "table.json": [["tools/sweep.py", "--draw={here}/table.json", "--figure={here}/out/f.png"]],
-    "sweep/run.json": [["a run of a sweep"]],
-    "sweep/eval.json": [["a run of a sweep"]],
-    "sweep/log.jsonl": [["a run of a sweep"]],
+    **{f"sweep/{name}": [["a run of a sweep"]] for name in ("run.json", "eval.json", "log.jsonl")},
 }
 CHECKSUMS = ("run/ckpt.pt", "cache")    # a damaged one never gives another result
 OURS = {"run", "half"}                  # folders that a command may write besides out

@@ -17,7 +17,7 @@ import torch
 import eval as evaluation
 from checkpoint import save_checkpoint
 from configurator import UserError, configure
-from conftest import ARCHITECTURES, QUESTION, eval_record, make_model, module_of, script, write_rows
+from conftest import QUESTION, all_models, eval_record, make_model, module_of, script, write_rows
 from data import TASKS, DataError, encode_choices, get_tokenizer, load_questions, noise_generators, task_paths
 from eval import credit, text_figures
 from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file
@@ -72,7 +72,7 @@ def test_context_and_choice_are_encoded_as_one_string_and_cut_on_the_left():
         encode_choices(BYTES, ["a"], [""], 9)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@all_models
 def test_stratified_noise_levels_stay_in_their_strata(name):
     model, x = make_model(name), torch.zeros(3, 32, dtype=torch.long)
     whole, _ = model.draw_noise(x, noise_generators(5, range(3)))
@@ -135,7 +135,7 @@ def test_everything_of_two_checkpoints_comes_as_tables_and_one_json_line(corpus,
         assert r["judge"]["sha256"] == record["results"][1]["sha256"] and r["tokenizer"] == "bytes"
         assert r["model"] == kind and text["sequences"] == 20 and text["tokens"] == 20 * 32
         assert 0 < text["bytes"] <= text["tokens"] and text["documents"] >= 1 and text["tok_per_s"] > 0
-        assert abs(text["nelbo"] - math.log(257)) < 4 * text["nelbo_se"]
+        assert abs(text["nelbo"] - math.log(257)) < 3 * text["nelbo_se"]
         assert {f"{key}_se" for key in ("nelbo", "ppl", "bpb", "acc")} <= set(text)
         assert set(r["mcqa"]) == {*TASKS, "macro"} and r["mcqa"]["boolq"]["majority"] == 50
         assert r["mcqa"]["macro"]["acc"] == r["mcqa"]["macro"]["chance"] == 37.5    # the head is zero
@@ -173,11 +173,9 @@ def test_a_model_is_recognised_as_the_papers_by_its_shape():
     ([dict(QUESTION, gold=True)], "no gold answer"),
     ([QUESTION, dict(QUESTION, choices=[" b", "  "])], ":2: the answer '  ' has no tokens"),
     (["caf\udce9"], ":1: 'utf-8' codec can't decode"),
-    ([dict(QUESTION, choices=[1, 2])], "not a prepared question"),
-    ([dict(QUESTION, choices=[" b"])], "not a prepared question"),
-    ([dict(QUESTION, contexts=["a"])], "not a prepared question"),
-    (["[1]"], "not a prepared question"),
-    ([dict(text="x")], "not a prepared question")])
+    *(([row], "not a prepared question") for row in (
+        "[1]", dict(text="x"), dict(QUESTION, choices=[1, 2]), dict(QUESTION, choices=[" b"]),
+        dict(QUESTION, contexts=["a"])))])
 def test_bad_questions_are_refused_with_their_line(tmp_path, rows, message):
     with pytest.raises(DataError, match=message):
         load_questions(write_rows(tmp_path / "piqa.jsonl", rows), BYTES, 99)
@@ -198,13 +196,8 @@ def test_missing_and_misnamed_question_sets_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("argv, message", [
-    ("--checkpoint={tmp}", "there is no checkpoint at"),
     ("--checkpoint={tmp}/empty.pt", "not a whole nanoBDLM checkpoint"),
-    ("--checkpoint={tmp}/bytes.pt", "300 token ids, not those of its tokenizer, bytes"),
     ("--checkpoint={good} --data={tmp}/gpt2", "holds gpt2 tokens, not bytes tokens"),
-    ("--checkpoint={good} --data={tmp}/nowhere", "holds no prepared data: run python data.py"),
-    ("--checkpoint={good} --mcqa={tmp}/nowhere", "holds no question set: run python data.py mcqa"),
-    ("--checkpoint={good} --mcqa={tmp}/no_gold", "piqa.jsonl:2: no gold answer"),
     ("--checkpoint={good} --seq_len=33", "whole blocks of block_len 8"),
     ("--checkpoint={good} --seq_len=270336", "rotary capacity of 262144"),
     ("--checkpoint={good},{tmp}/nowhere --out={tmp}/lost.json", "there is no checkpoint at"),
@@ -220,7 +213,6 @@ def test_missing_and_misnamed_question_sets_are_refused(tmp_path):
     ("--checkpoint={good} --generate=2 --judge={tmp}/bytes.pt", "300 token ids"),
     ("--checkpoint={good} --judge={good}", "add --generate=N"),
     ("--checkpoint={good} --out={tmp}", "which cannot be written; name another file"),
-    ("--checkpoint={good} --out={tmp}/empty.pt/eval.json", "eval.json, which cannot be written; name another file"),
     ("--score=best", "one of pll, nelbo"),
     ("--mc=0", "mc must be at least 1, but is 0"),
     ("--checkpoint=[]", "name a file with --checkpoint"),
@@ -241,10 +233,8 @@ def bad(corpus, checkpoints, tmp_path_factory):
     save_checkpoint(str(tmp_path / "bytes.pt"), model, tokenizer="bytes")
     (tmp_path / "empty.pt").write_bytes(b"")
     meta = json.loads(open(os.path.join(corpus, "meta.json")).read())
-    for name in ("gpt2", "no_gold"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "meta.json").write_text(json.dumps(dict(meta, tokenizer="gpt2")))
-    write_rows(tmp_path / "no_gold" / "piqa.jsonl", [QUESTION, dict(QUESTION, gold=None)])
     return dict(good=checkpoints[0], tmp=tmp_path, corpus=corpus)
 
 

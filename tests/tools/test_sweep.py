@@ -1,6 +1,7 @@
 """tools/sweep.py picks learning rates, survives failures and interrupts, and draws. Tiny models on a tiny corpus."""
 import contextlib
 import glob
+import io
 import json
 import os
 import signal
@@ -67,17 +68,14 @@ def grid(config, out, *more):
 
 @pytest.fixture(scope="module")
 def swept(config, tmp_path_factory):
-    """The folder of such a sweep, what it printed to stderr, and its exit."""
+    """The folder of such a sweep, what it printed to stderr and to stdout, and how it ended."""
     out, before = str(tmp_path_factory.mktemp("sweep") / "out"), settings_of(vars(sweep))
-    errors, printed = sys.stderr, sys.stdout
-    try:
-        with open(f"{out}.txt", "w") as sys.stderr, open(f"{out}.table", "w") as sys.stdout:
-            with pytest.raises(SystemExit) as stopped:
-                grid(config, out)
-    finally:
-        sys.stderr, sys.stdout = errors, printed
-        vars(sweep).update(before)
-    return out, open(f"{out}.txt").read(), open(f"{out}.table").read(), str(stopped.value)
+    errors, table = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(table):
+        with pytest.raises(SystemExit) as stopped:
+            grid(config, out)
+    vars(sweep).update(before)
+    return out, errors.getvalue(), table.getvalue(), str(stopped.value)
 
 
 def test_the_grid_picks_the_rate_of_the_lower_loss(swept):
