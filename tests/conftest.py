@@ -50,6 +50,12 @@ EIGHT_STEPS = [*TINY, "--max_iters=8", "--log_interval=3", "--eval_interval=4"] 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
+def as_config(flags):
+    """The text of a config file with the settings of these flags, `--key=value` each."""
+    pairs = [flag[2:].split("=") for flag in flags]
+    return "".join(f"{key} = {value if value[0].isdigit() else repr(value)}\n" for key, value in pairs)
+
+
 def need_fast():
     """Skips a module whose subject is in fast/, where that folder has been removed."""
     if not has_fast():

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import TINY, script
+from conftest import TINY, as_config, script
 from tools import sweep
 
 CASES = int(os.environ.get("FUZZ", 80))
@@ -67,9 +67,7 @@ def sound(corpus, tmp_path_factory):
     """A folder with every file that a script reads."""
     here = tmp_path_factory.mktemp("sound")
     shutil.copytree(corpus, here / "data")
-    pairs = [word[2:].partition("=") for word in [*TINY, "--max_iters=2", "--eval_sequences=1"]]
-    (here / "config.py").write_text("".join(
-        f"{key} = {value if value[0].isdigit() else repr(value)}\n" for key, _, value in pairs))
+    (here / "config.py").write_text(as_config([*TINY, "--max_iters=2", "--eval_sequences=1"]))
     assert execute(["train.py", *TRAIN, "--out_dir={here}/run"], here)[0] == 0
     assert execute([*SAMPLE, "--save_cache={here}/cache", "--prompt=a prompt of some length"], here)[0] == 0
     for name in ("questions", "local/piqa", "in", "sweep"):

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from configurator import ConfigError, UserError, configure, settings_of
-from conftest import ROOT, TINY, Child, read_log
+from conftest import ROOT, TINY, Child, as_config, read_log
 from tools import sweep
 
 
@@ -47,9 +47,7 @@ def _settings_put_back():
 def config(corpus, tmp_path_factory):
     """TINY as a config file."""
     path = tmp_path_factory.mktemp("config") / "tiny_mamba_h.py"
-    pairs = [word[2:].partition("=") for word in TINY]
-    path.write_text("".join(f"{key} = {value if value[0].isdigit() else repr(value)}\n"
-                            for key, _, value in pairs) + f"data = {corpus!r}\n")
+    path.write_text(as_config(TINY) + f"data = {corpus!r}\n")
     return str(path)
 
 
