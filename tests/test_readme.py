@@ -76,7 +76,7 @@ def test_functions_and_settings_that_a_page_names_exist(page):
 
 def test_the_pages_name_every_tool_and_every_operation_that_may_be_replaced():
     operations = re.findall(r"@(?:ops\.)?replaceable\n *def (\w+)", EVERYTHING)
-    assert len(operations) > 10 and all(f"{name}`" in PAGES["docs/kernels.md"] for name in operations)
+    assert len(operations) >= 8 and all(f"{name}`" in PAGES["docs/kernels.md"] for name in operations)
     assert not [path.stem for path in ROOT.glob("tools/[a-z]*.py") if path.stem not in README]
 
 
