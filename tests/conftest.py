@@ -30,20 +30,30 @@ from model import BlockDiffusionLM, ModelConfig  # noqa: E402
 from parallel import ROOT, has_fast  # noqa: E402
 from sample import generate, open_engine  # noqa: E402
 
-# The four architectures, small: (attn_every, block_len) for 32-token sequences.
+# The four architectures, small: (attn_every, block_len) for sequences of 32 tokens.
 ARCHITECTURES = {"attention": (1, 32), "diffumamba_h": (2, 32), "bdlm_attention": (1, 8), "mamba_h": (2, 8)}
 BLOCK_MODELS = ["bdlm_attention", "mamba_h"]
-NO_FAST = "needs the folder fast/"
-# Each with its block length; and block models with blocks of one token, which are autoregressive.
+# (architecture, block_len) of the four, and of block models with blocks of one token: these are autoregressive.
 BLOCK_LENGTHS = [*((name, block_len) for name, (_, block_len) in ARCHITECTURES.items()),
                  *((name, 1) for name in BLOCK_MODELS)]
+all_models = pytest.mark.parametrize("name", ARCHITECTURES)
+block_models = pytest.mark.parametrize("name", BLOCK_MODELS)
+both_times = pytest.mark.parametrize("time_conditioning", [False, True])
+NO_FAST = "needs the folder fast/"
 ENGINES = ["simple", pytest.param("fused", marks=pytest.mark.skipif(not has_fast(), reason=NO_FAST))]
 
 # A training that takes a quarter of a second: four steps of a hybrid of two layers.
 TINY = ["--seq_len=32", "--block_len=8", "--d_model=32", "--n_head=2", "--n_layer=2", "--attn_every=2",
         "--d_state=8", "--mamba_head_dim=16", "--batch_size=4", "--warmup_iters=1", "--max_iters=4",
         "--log_interval=1", "--eval_interval=2", "--eval_sequences=4", "--device=cpu", "--learning_rate=1e-2"]
+EIGHT_STEPS = [*TINY, "--max_iters=8", "--log_interval=3", "--eval_interval=4"]         # the settings of `trained`
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+
+
+def as_config(flags):
+    """The text of a config file with the settings of these flags, `--key=value` each."""
+    pairs = [flag[2:].split("=") for flag in flags]
+    return "".join(f"{key} = {value if value[0].isdigit() else repr(value)}\n" for key, value in pairs)
 
 
 def need_fast():
@@ -74,11 +84,13 @@ def make_batch(model, batch=3, seq_len=32, seed=1):
 
 
 def make_sampler(model, rows=1, seed=5, **changes):
+    """A Sampler for rows with the seeds seed, seed + 1, ..."""
     seeds = [seed + i for i in range(rows)]
     return Sampler(seeds, mask_id=model.config.mask_id, **{"tokens_per_step": 3, **changes})
 
 
 def prompts_of(*lengths, seed=2):
+    """Random prompts of these lengths, for models of `make_model`."""
     g = torch.Generator().manual_seed(seed)
     return [torch.randint(0, 22, (n,), generator=g) for n in lengths]
 
@@ -91,7 +103,7 @@ def generate_by(engine, model, *request, **rest):
 
 @pytest.fixture(autouse=True)
 def _seeded(monkeypatch):
-    """And nothing waits for the disk, which would be most of the time that small files take."""
+    """Each test starts from the same seed. Nothing waits for the disk: small files would take most of the time."""
     torch.manual_seed(0)
     monkeypatch.setattr(os, "fsync", lambda file: None)
 
@@ -111,7 +123,7 @@ def corpus(tmp_path_factory):
 def trained(corpus, tmp_path_factory):
     """The folder of a finished run of eight steps."""
     out = str(tmp_path_factory.mktemp("trained"))
-    run_train(TINY + [f"--data={corpus}", f"--out_dir={out}", "--log_interval=3", "--max_iters=8", "--eval_interval=4"])
+    run_train(EIGHT_STEPS + [f"--data={corpus}", f"--out_dir={out}"])
     return out
 
 
@@ -119,7 +131,7 @@ QUESTION = dict(task="piqa", id="1", context="a", choices=[" b", " c"], gold=0)
 
 
 def write_rows(path, rows):
-    """Questions, or ready lines, as a JSONL file."""
+    """Writes questions (dicts) and ready lines (strings) as a JSONL file. Returns its path."""
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("".join(f"{line}\n" for line in lines), errors="surrogateescape")
     return path
@@ -137,7 +149,7 @@ def saved(tmp_path):
 # -- scripts --------------------------------------------------------------------------------------
 
 def module_of(name):
-    """A script, as train or eval, as a module with globals of its own."""
+    """The script train, eval, ... as a module with globals of its own."""
     spec = importlib.util.spec_from_file_location(f"{name}_under_test", ROOT / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -172,13 +184,13 @@ def script(name, *argv):
     """`python name argv` or, for "tools.NAME", `python -m name argv`, in this process and with new globals.
     Returns (exit status, what it printed to stdout, to stderr)."""
     out, err, status = io.StringIO(), io.StringIO(), 0
-    out.reconfigure = lambda **how: None
+    out.reconfigure = lambda **how: None                # sample.py calls this method of stdout, which StringIO lacks
     before = sys.argv, list(sys.path)
     sys.argv = [name, *map(str, argv)]
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), signals_put_back():
             if name.startswith("tools."):
-                loaded = sys.modules.pop(name, None)    # run_module wants to load it itself
+                loaded = sys.modules.pop(name, None)    # run_module warns if the module is loaded already
                 runpy.run_module(name, run_name="__main__")
             else:
                 runpy.run_path(str(ROOT / name), run_name="__main__")
@@ -199,9 +211,9 @@ def eval_record(*argv):
     return json.loads(printed.splitlines()[-1])
 
 
-# Processes are forked from a server that has imported what takes seconds.
+# Processes are forked from a server that has already imported what takes seconds: AdamW imports torch._dynamo.
 FORKING = multiprocessing.get_context("forkserver")
-FORKING.set_forkserver_preload(["torch._dynamo", "matplotlib.pyplot", "tiktoken"])  # AdamW imports _dynamo
+FORKING.set_forkserver_preload(["torch._dynamo", "matplotlib.pyplot", "tiktoken"])
 
 
 def child_main(argv, environment, paths):
@@ -233,14 +245,14 @@ class Child:
         return [Path(path).read_text() for path in self.paths]
 
     def wait_for(self, text):
-        """Until it has printed this."""
+        """Waits until it has printed this to stdout."""
         deadline = time.monotonic() + 60
         while text not in self.printed()[0] and self.process.is_alive() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert text in self.printed()[0], self.printed()
 
     def end(self, signal_number=None):
-        """Its exit status, what it printed to stdout and to stderr; after a signal, if one is given."""
+        """Sends a signal, if one is given, and waits. Returns the exit status, and what it printed to the two files."""
         if signal_number is not None:
             os.kill(self.process.pid, signal_number)
         self.process.join(100)
@@ -261,4 +273,4 @@ def start_ranks(folder, world, *argv, per_node=None):
     per_node, port = per_node or world, free_port()
     return [Child(folder, *argv, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank % per_node),
                   LOCAL_WORLD_SIZE=str(per_node), GROUP_RANK=str(rank // per_node), MASTER_ADDR="localhost",
-                  MASTER_PORT=str(port), OMP_NUM_THREADS="1") for rank in range(world)]
+                  MASTER_PORT=str(port)) for rank in range(world)]

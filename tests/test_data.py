@@ -1,4 +1,4 @@
-"""Text into tokens, and tokens into training windows and bytes."""
+"""Text becomes tokens, and tokens become training windows; bits per byte; the default corpus."""
 import gzip
 import itertools
 import json
@@ -38,7 +38,7 @@ def prepared(out, train, val=(), **settings):
 
 
 def folder_bytes(folder):
-    """Everything in a folder but the command that made it."""
+    """{name: content} of all files of a folder."""
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
@@ -49,8 +49,7 @@ def make_folder(tmp_path, texts=TEXTS, **settings):
 
 
 def test_documents_are_packed_with_end_of_text_between_them(tmp_path):
-    folder = make_folder(tmp_path)
-    train = data.TokenData(folder, "train", "bytes")
+    train = data.TokenData(make_folder(tmp_path), "train", "bytes")
     expected = [list(text.encode()) + [256] for text in TEXTS]
     assert train.sequences(train.n_tokens)[0].tolist() == list(itertools.chain(*expected))     # across shards
     assert train.documents().tolist() == [[len(x), len(x) - 1] for x in expected]
@@ -60,35 +59,33 @@ def test_documents_are_packed_with_end_of_text_between_them(tmp_path):
 
 
 def test_an_epoch_shows_every_window_once_in_an_order_of_its_own(tmp_path):
-    folder = make_folder(tmp_path)
-    train = data.TokenData(folder, "train")
+    train = data.TokenData(make_folder(tmp_path), "train")
     n = train.n_windows(16)
     windows = train.sequences(16).tolist()
     epochs = [train.batch(7, step, range(n), n, 16).tolist() for step in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(windows)
     assert epochs[0] != epochs[1] and epochs[0] != windows
     steps = [train.batch(7, step, range(4), 4, 16).tolist() for step in range(n // 4)]
-    assert sum(steps, []) == epochs[0][:n // 4 * 4], "small steps do not walk through the epoch"
+    assert sum(steps, []) == epochs[0][:n // 4 * 4], "small steps must go through the epoch in its order"
     assert train.batch(8, 0, range(n), n, 16).tolist() != epochs[0]
     shard = np.searchsorted(train.starts, 16 * data.permutation(7, 0, n), "right")
-    assert len(set(shard[:20].tolist())) > 3, "the first windows come from a few shards only"
+    assert len(set(shard[:20].tolist())) > 3, "the first windows must come from many shards"
 
 
-def test_the_sampler_does_not_depend_on_ranks_micro_batches_or_resuming(tmp_path):
+def test_the_order_of_windows_does_not_depend_on_ranks_micro_batches_or_resuming(tmp_path):
     folder = make_folder(tmp_path)
     train = data.TokenData(folder, "train")
     steps = range(2 * train.n_windows(16) // 8)
     whole = [train.batch(1, step, range(8), 8, 16) for step in steps]
     data.permutation.cache_clear()
-    again = data.TokenData(folder, "train")
+    again = data.TokenData(folder, "train")             # as a run that was resumed, at any step
     for step in reversed(steps):
         ranks = [again.batch(1, step, rows, 8, 16) for rows in ([6, 7], [0, 1, 2], [3], [4, 5])]
         assert torch.equal(torch.cat(ranks)[[2, 3, 4, 5, 6, 7, 0, 1]], whole[step])
 
 
 def test_bits_per_byte_divide_by_the_bytes_of_the_source_documents(tmp_path):
-    folder = make_folder(tmp_path, texts=["aé", "b\u2713c", "xyz"])      # 3 + 5 + 3 bytes
-    train = data.TokenData(folder, "train")
+    train = data.TokenData(make_folder(tmp_path, texts=["aé", "b\u2713c", "xyz"]), "train")   # 3 + 5 + 3 bytes
     assert train.sequence_bytes(14).tolist() == [11] and train.n_bytes == 11
     assert data.bits_per_byte(np.log(2), 14, 11) == pytest.approx(14 / 11)     # a bit a token
     assert train.sequence_bytes(5).tolist() == [4, 4]   # a C3 A9 eot b | E2 9C 93 c eot | x y z eot

@@ -8,17 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import (ARCHITECTURES, BLOCK_LENGTHS, BLOCK_MODELS, QUESTION, eval_record, make_model, start_ranks,
-                      write_rows)
+from conftest import (ARCHITECTURES, BLOCK_LENGTHS, QUESTION, all_models, block_models, eval_record, make_model,
+                      start_ranks, write_rows)
 from data import noise_generators
 from eval import nelbo_figures, ratio, score_answers, task_figures
-from nelbo import masked_cross_entropy, nelbo_counts, sequence_nelbo
-
-all_models = pytest.mark.parametrize("name", ARCHITECTURES)
+from nelbo import nelbo_counts, sequence_nelbo
 
 
 def ranks(rank=0, world=1):
-    """One rank of several that never meet: its sums are its own share."""
+    """One rank of several that never communicate: its sums are its own share."""
     return types.SimpleNamespace(rank=rank, world=world, device=torch.device("cpu"), sum=lambda x: x)
 
 
@@ -36,8 +34,8 @@ def scores_of(model, questions, rule="pll", seed=0, mc=1, budget=4096, rank=0, w
 
 
 def mask_weights(m):
-    """All masks (2^m - 1, m) of m tokens but the empty one, and for each the mean of
-    (1/t) t^|mask| (1 - t)^(m - |mask|) over t ~ U(1e-3, 1), by quadrature exact for polynomials."""
+    """All masks of m tokens but the empty one, (2^m - 1, m), and the weight of each: the mean of
+    (1/t) t^|mask| (1 - t)^(m - |mask|) over t ~ U(1e-3, 1). The quadrature is exact for polynomials."""
     at, w = np.polynomial.legendre.leggauss(16)
     t = 1e-3 + (1 - 1e-3) * (at[:, None] + 1) / 2
     masks = np.array(list(itertools.product([False, True], repeat=m)))[1:]
@@ -47,8 +45,8 @@ def mask_weights(m):
 
 @torch.no_grad()
 def exact_bound(model, x, known=0):
-    """The NELBO in nats of tokens `known`.. of x (s,) given those before, every mask enumerated. With blocks of one
-    token it is the chain rule, one token after another."""
+    """The NELBO in nats of x[known:] given x[:known], for x (s,): every mask is enumerated. With blocks of one token
+    this is the chain rule."""
     c, total = model.config, 0.0
     l = len(x) if c.full_sequence else c.block_len
     for start in range(known // l * l, len(x), l):
@@ -68,14 +66,14 @@ def exact_bound(model, x, known=0):
 
 # -- exact likelihoods ---------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name", BLOCK_MODELS)
-def test_with_block_length_1_the_nelbo_at_t_1_is_the_exact_autoregressive_likelihood(name):
+@block_models
+def test_at_block_length_1_the_nelbo_at_t_1_is_the_exact_autoregressive_likelihood(name):
     model = make_model(name, vocab_size=4, seq_len=4, block_len=1)
     x = torch.tensor(list(itertools.product(range(3), repeat=4)))              # all 81 sequences
     nats = sequence_nelbo(model, x, torch.ones_like(x, dtype=torch.bool), torch.ones(81, 4))[:, 0]
     np.testing.assert_allclose(nats, [exact_bound(model, row) for row in x])
     assert float(torch.exp(-nats).sum()) == pytest.approx(1)
-    assert nats.std() > 0.1, "the model must tell the sequences apart"
+    assert nats.std() > 0.1, "the sequences must have different likelihoods"
 
 
 @all_models
@@ -88,7 +86,7 @@ def test_the_estimate_agrees_with_the_exact_bound_within_three_standard_errors(n
     for settings in (dict(mc=1), dict(mc=4, stratified=True)):
         f = figures_of(model, x.repeat(600 // settings["mc"], 1), **settings)
         assert abs(f["nelbo"] - exact) < 3 * f["nelbo_se"]
-        assert f["nelbo_se"] < 0.1 * exact, "or the line above would prove nothing"
+        assert f["nelbo_se"] < 0.1 * exact, "the error must be small, or the line above proves nothing"
 
 
 # -- noise, errors -------------------------------------------------------------------------------
@@ -101,10 +99,10 @@ def test_the_number_does_not_depend_on_batch_size_rank_count_or_later_samples(na
     np.testing.assert_allclose(counts_of(model, x, mc=2, batch_size=1), whole)
     shares = [counts_of(model, x, mc=2, batch_size=2, rank=r, world=3) for r in range(3)]
     np.testing.assert_allclose(sum(shares), whole)
-    assert not any((shares[0] * shares[1]).ravel())
-    np.testing.assert_allclose(counts_of(model, x[:4]), whole[:4, :1])
-    assert abs(counts_of(model, x, seed=1) - whole[:, :1])[..., 0].min() > 0
-    assert abs(whole[:, 0] - whole[:, 1])[..., 0].min() > 0
+    assert not any((shares[0] * shares[1]).ravel())     # no two ranks have a sequence in common
+    np.testing.assert_allclose(counts_of(model, x[:4]), whole[:4, :1])         # fewer sequences, fewer noise samples
+    assert abs(counts_of(model, x, seed=1) - whole[:, :1])[..., 0].min() > 0   # another seed is other noise
+    assert abs(whole[:, 0] - whole[:, 1])[..., 0].min() > 0                    # and so is another sample
 
 
 @all_models
@@ -113,29 +111,6 @@ def test_the_evaluated_number_is_the_training_objective_for_the_same_noise(name)
     x = torch.randint(0, 22, (3, 32), generator=torch.Generator().manual_seed(5))
     loss = model(x, noise_generators(5, range(3))).detach()                    # nats per token
     assert counts_of(model, x, seed=5)[..., 0].sum() / x.numel() == pytest.approx(float(loss))
-
-
-@all_models
-def test_stratified_noise_levels_stay_in_their_strata(name):
-    model, x = make_model(name), torch.zeros(3, 32, dtype=torch.long)
-    whole, _ = model.draw_noise(x, noise_generators(5, range(3)))
-    counts = counts_of(model, x, seed=5, mc=4, stratified=True)
-    for j in range(4):
-        t, _ = model.draw_noise(x, noise_generators(5, range(3)), stratum=(j, 4))
-        torch.testing.assert_close(t - 1e-3, (whole - 1e-3 + j * (1 - 1e-3)) / 4)
-        t, is_masked = model.draw_noise(x, noise_generators(5, [j << 32 | i for i in range(3)]), (j, 4))
-        np.testing.assert_allclose(counts[:, j], sequence_nelbo(model, x, is_masked, t))
-
-
-def test_logits_and_log_sum_exp_are_fp32_whatever_the_model_runs_in():
-    model = make_model("mamba_h", torch.float32)
-    hidden = torch.randn(40, 16, generator=torch.Generator().manual_seed(8)).bfloat16()
-    target = torch.arange(40) % 22
-    exact = (hidden.double() @ model.head.weight[:-1].double().T).log_softmax(-1)
-    with torch.autocast("cpu", torch.bfloat16):
-        nats, hits = masked_cross_entropy(model, hidden, target, tile_elements=100)
-    torch.testing.assert_close(nats, -exact[torch.arange(40), target].detach(), rtol=1e-5, atol=1e-5)
-    assert torch.equal(hits, exact.argmax(-1) == target) and hits.any() and not hits.all()
 
 
 def test_other_seeds_differ_by_about_the_stated_noise_error():
@@ -165,7 +140,7 @@ def test_a_uniform_predictor_scores_the_logarithm_of_the_vocabulary():
 # -- answers -------------------------------------------------------------------------------------
 
 def make_questions(seed=6):
-    """Contexts of 0 to 27 tokens before answers of 1 to 13: inside a block and over three."""
+    """Contexts of 0 to 27 tokens before answers of 1 to 13 tokens, which lie in one to three blocks of 8."""
     g = torch.Generator().manual_seed(seed)
     draw = lambda n: torch.randint(0, 22, (n,), generator=g).tolist()
     return [[(context, draw(m)) for m in lengths] for context, lengths in (
@@ -174,7 +149,7 @@ def make_questions(seed=6):
 
 @torch.no_grad()
 def pll_without_cache(model, context, answer):
-    """The definition: for each answer token, all text up to its block's end in all_block_logits."""
+    """The definition: each answer token is masked alone, in the text up to the end of its block."""
     c, n, whole, total = model.config, len(context), [*context, *answer], 0.0
     l = len(whole) if c.full_sequence else c.block_len
     for i in range(n, len(whole)):
@@ -203,7 +178,7 @@ def test_scoring_from_the_cache_equals_scoring_without_it(name, time_conditionin
 def test_scores_do_not_depend_on_batches_or_ranks_and_equal_choices_get_equal_noise(name, rule):
     model, questions = make_model(name), make_questions()
     questions[0] = [questions[0][1]] * 2
-    whole = scores_of(model, questions, rule, mc=3)
+    whole = scores_of(model, questions, rule, mc=3)     # question 0 has two equal choices
     np.testing.assert_allclose(scores_of(model, questions, rule, mc=3, budget=1), whole)
     np.testing.assert_allclose(sum(scores_of(model, questions, rule, mc=3, rank=r, world=2) for r in (0, 1)),
                                whole)
@@ -226,11 +201,11 @@ def test_the_nelbo_of_an_answer_agrees_with_its_exact_bound(name, block_len):
 # -- question sets -------------------------------------------------------------------------------
 
 def make_question(lengths, gold):
-    """A question whose choices have these numbers of tokens, at random."""
+    """A question whose choices are random tokens, of these lengths."""
     return dict(pairs=[([7], torch.randint(0, 22, (n,)).tolist()) for n in lengths], cut=0, gold=gold)
 
 
-def test_accuracy_per_token_accuracy_ties_and_baselines():
+def test_accuracies_and_baselines_of_questions_with_a_tie():
     questions = [make_question(*q) for q in (((2, 4), 1), ((3, 3, 3), 0), ((2, 2), 1), ((2, 2), 1))]
     nll = np.array([[2., 3., 0], [1., 2., 3.], [1., 1., 0], [5., 4., 0]])
     f = task_figures(questions, nll)
@@ -243,7 +218,7 @@ def test_accuracy_per_token_accuracy_ties_and_baselines():
 
 
 def test_a_uniform_model_scores_chance_per_token_and_its_baseline_in_sums():
-    """Questions of 2 to 5 choices of 2 to 7 tokens; then of one length, where both are chance."""
+    """Questions of 2 to 5 choices. Their lengths are 2 to 7 tokens, then 2, where the baseline is chance as well."""
     g, model = np.random.default_rng(0), make_model("mamba_h", torch.float32)
     torch.nn.init.zeros_(model.head.weight)
     for longest in (7, 2):
@@ -259,11 +234,11 @@ def test_a_uniform_model_scores_chance_per_token_and_its_baseline_in_sums():
 
 # -- the script ----------------------------------------------------------------------------------
 
-def digits(value, name=""):
-    """(name, value) of all numbers in a nested result but times."""
+def numbers_of(value, name=""):
+    """Yields (name, number) of a nested result, without times."""
     for key, part in value.items():
         if isinstance(part, dict):
-            yield from digits(part, f"{name}{key}/")
+            yield from numbers_of(part, f"{name}{key}/")
         elif isinstance(part, (int, float)) and key not in ("seconds", "tok_per_s"):
             yield f"{name}{key}", part
 
@@ -273,12 +248,12 @@ def test_batch_1_batch_8_and_two_processes_give_the_same_digits(corpus, saved, t
                                          for n in range(1, 20)])
     argv = [f"--checkpoint={saved[0]}", f"--data={corpus}", f"--mcqa={tmp_path}",
             "--sequences=20", "--generate=5", "--prompt_len=9", "--length=20"]
-    ranks = start_ranks(tmp_path, 2, "eval.py", "--device=cpu", *argv)
+    processes = start_ranks(tmp_path, 2, "eval.py", "--device=cpu", *argv)
     records = [eval_record(*argv, f"--batch_size={size}") for size in (1, 8)]
-    for status, _, error in [rank.end() for rank in ranks]:
+    for status, _, error in [process.end() for process in processes]:
         assert status == 0, error
-    records.append(json.loads(ranks[0].printed()[0].splitlines()[-1]))
-    first, *others = (dict(digits(record["results"][0])) for record in records)
+    records.append(json.loads(processes[0].printed()[0].splitlines()[-1]))
+    first, *others = (dict(numbers_of(record["results"][0])) for record in records)
     for figures in others:
         assert figures == pytest.approx(first, rel=1e-5)
     assert [record["ranks"] for record in records] == [1, 1, 2]

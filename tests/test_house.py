@@ -1,4 +1,4 @@
-"""How the code is laid out: the plain system runs as it reads, and needs nothing of fast/."""
+"""How the code is laid out: on a CPU the plain model runs as it reads, and imports run one way."""
 import ast
 import graphlib
 import os
@@ -43,7 +43,7 @@ def test_what_runs_on_a_cpu_is_the_plain_model_as_it_reads():
 
 
 def imported(path):
-    """(module of ours, whether inside a function) that a file imports, but for what its script part hands over to."""
+    """Yields (module of ours, whether inside a function) for the imports of a file. Its script part is left out."""
     tree = ast.parse(path.read_text())
     tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "__name__" in ast.dump(node.test))]
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
@@ -72,7 +72,7 @@ def test_fast_is_imported_inside_functions_alone_by_two_files():
 
 
 def test_no_module_has_the_name_of_a_library():
-    """Ours stand first on sys.path: a top-level `kernels` hid the package of that name from transformers."""
+    """Our files come first on sys.path: a kernels.py here would hide the package `kernels` from transformers."""
     taken = {"kernels", "operations", "flash_attn", "mamba_ssm", "triton", "torch", "numpy", "tiktoken", "transformers"}
     assert not taken & {name.split(".")[0] for name in MODULES} and not taken & set(os.listdir(ROOT))
     assert not {name for name in MODULES if name in sys.stdlib_module_names}

@@ -5,6 +5,11 @@ import torch
 import ops
 
 
+def attend(q, keys, values):
+    """The definition of attention. q (..., m, e); keys, values (..., n, e)."""
+    return (q @ keys.mT / q.size(-1) ** 0.5).softmax(-1) @ values
+
+
 def scan_inputs(s):
     b, h, p, n = 2, 3, 4, 5
     raw = dict(x=torch.randn(b, s, h, p), dt=torch.rand(b, s, h) + 0.01, A=-4 * torch.rand(h),
@@ -55,15 +60,13 @@ def test_two_stream_attention_equals_attention_block_by_block():
     noisy = [torch.randn(b, h, k * l, e).double() for _ in range(3)]
     out_clean, out_noisy = ops.two_stream_attention(clean, noisy, ops.two_stream_masks(k * l, l, "cpu"))
     for i in range(k):
-        own = slice(i * l, i * l + l)
-        keys = torch.cat([clean[1][:, :, :i * l], noisy[1][:, :, own]], 2)
-        values = torch.cat([clean[2][:, :, :i * l], noisy[2][:, :, own]], 2)
-        expected = (noisy[0][:, :, own] @ keys.mT / e ** 0.5).softmax(-1) @ values
-        torch.testing.assert_close(out_noisy[:, :, own], expected)
-        if i < k - 1:
-            keys, values = clean[1][:, :, :i * l + l], clean[2][:, :, :i * l + l]
-            expected = (clean[0][:, :, own] @ keys.mT / e ** 0.5).softmax(-1) @ values
-            torch.testing.assert_close(out_clean[:, :, own], expected)
+        start, stop = i * l, i * l + l
+        q, *own = (part[:, :, start:stop] for part in noisy)
+        keys, values = (torch.cat([c[:, :, :start], n], 2) for c, n in zip(clean[1:], own))
+        torch.testing.assert_close(out_noisy[:, :, start:stop], attend(q, keys, values))
+        if i < k - 1:                                   # the last block has no clean tokens
+            q, keys, values = clean[0][:, :, start:stop], clean[1][:, :, :stop], clean[2][:, :, :stop]
+            torch.testing.assert_close(out_clean[:, :, start:stop], attend(q, keys, values))
 
 
 def test_cached_attention_ignores_what_lies_beyond_each_rows_length():
@@ -75,8 +78,8 @@ def test_cached_attention_ignores_what_lies_beyond_each_rows_length():
     out = ops.cached_attention(q, k, v, keys, values, torch.tensor(lengths), l)
     for i, n in enumerate(lengths):
         ks, vs = torch.cat([keys[i, :, :n], k[i]], 1), torch.cat([values[i, :, :n], v[i]], 1)
-        torch.testing.assert_close(out[i], (q[i] @ ks.mT / e ** 0.5).softmax(-1) @ vs)
-    some = [2, 0, 2, 1, 3]                              # queries of a block may be any, in any number
+        torch.testing.assert_close(out[i], attend(q[i], ks, vs))
+    some = [2, 0, 2, 1, 3]                              # queries may be any positions of a block, in any number
     for held in (lengths, [8, 8, 8]):
         keys, values, held = keys.nan_to_num(), values.nan_to_num(), torch.tensor(held)
         part, whole = (ops.cached_attention(u, k, v, keys, values, held, l) for u in (q[:, :, some], q))
@@ -96,7 +99,7 @@ def test_philox_gives_the_words_that_its_authors_publish():
         assert [int(w) for w in ops.philox(*map(torch.tensor, (seed, *words(counters))))] == words(want)
 
 
-def test_draws_of_all_purposes_positions_steps_blocks_and_seeds_are_independent_and_uniform():
+def test_draws_of_all_streams_positions_steps_blocks_and_seeds_are_independent_and_uniform():
     n = 400
     zero, count, first = torch.zeros(n, dtype=torch.long), torch.arange(n), torch.zeros(1, dtype=torch.long)
     u = torch.stack([
@@ -106,9 +109,10 @@ def test_draws_of_all_purposes_positions_steps_blocks_and_seeds_are_independent_
     assert (u > 0).all() and (u < 1).all() and len(u[:, 1:].unique()) == 6 * (n - 1)
     assert (u.mean(1) - 0.5).abs().max() < 0.06 and (u.var(1) - 1 / 12).abs().max() < 0.01
     assert (torch.corrcoef(u[:, 1:]) - torch.eye(6)).abs().max() < 0.2
+    # 7 tokens: random numbers come in pairs, and an odd vocabulary uses half of the last one.
     many = [ops.gumbel_argmax(torch.zeros(1, n, 7), count[None], first + i, first, first) for i in range(50)]
     assert (torch.bincount(torch.cat(many).flatten(), minlength=7) / (50 * n) - 1 / 7).abs().max() < 0.012
-    assert len(torch.cat(many).unique(dim=0)) == 50     # an odd vocabulary, of which the last pair is half
+    assert len(torch.cat(many).unique(dim=0)) == 50     # other seeds draw other rows
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 100, 10 ** 6])

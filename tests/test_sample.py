@@ -1,22 +1,22 @@
-"""Generation: the cached engine against the oracle without a cache, decoders, gaps, saved prompts, distributions."""
+"""Cached generation against the definition without a cache; decoders, gaps, saved prompts, distributions."""
 import pytest
 import torch
 
 import ops
 from checkpoint import fingerprint, load_prefix, read_prefix, save_prefix
-from conftest import ARCHITECTURES, BLOCK_MODELS, ENGINES, generate_by, make_model, make_sampler, prompts_of
+from conftest import ENGINES, all_models, block_models, generate_by, make_model, make_sampler, prompts_of
 from decoders import DECODERS, ActiveBlock, Sampler
 from model import BlockDiffusionLM, take
 from sample import generate, generate_naive
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@all_models
 @pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize("prompt_length, length, time_conditioning", [
     (11, 18, False), (11, 18, True), (1, 1, False), (7, 1, True), (8, 1, False), (16, 16, True)])
 def test_cached_generation_equals_generation_without_a_cache_token_for_token(name, decoder, prompt_length, length,
                                                                              time_conditioning):
-    """Prompt and text end inside a block or with one; the prompt stays, and no mask is left."""
+    """Prompt and text end inside a block or at its end. The prompt stays, and no mask is left."""
     model = make_model(name, torch.float32, time_conditioning=time_conditioning)
     prompts = torch.stack(prompts_of(prompt_length, prompt_length))
     out = generate(model, list(prompts), length, make_sampler(model, 2, decoder=decoder, threshold=0.5))
@@ -25,13 +25,13 @@ def test_cached_generation_equals_generation_without_a_cache_token_for_token(nam
     assert torch.equal(naive[:, :prompt_length], prompts) and (naive != model.config.mask_id).all()
 
 
-@pytest.mark.parametrize("name", BLOCK_MODELS)
+@block_models
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_rows_with_prompts_of_different_lengths_come_out_as_they_would_alone(name, engine, decoder):
-    """A finished row draws nothing while it waits for another."""
+    """A row that has ended does not change while the others go on."""
     model, how = make_model(name), dict(decoder=decoder, threshold=0.3)
-    # Without prefix and known token all masks look alike to attention: by probability, rounding would decide.
+    # Without any known token, attention gives all masks the same probabilities: rounding would choose between them.
     prompts = prompts_of(3, 11, 1 if decoder in ("confidence", "threshold") else 0, 24, 8)
     together = generate_by(engine, model, prompts, 13, make_sampler(model, 5, **how))
     for i, prompt in enumerate(prompts):
@@ -40,11 +40,11 @@ def test_rows_with_prompts_of_different_lengths_come_out_as_they_would_alone(nam
         assert torch.equal(together.tokens[i][:len(prompt)], prompt)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@all_models
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_a_gap_is_filled_between_a_prompt_and_a_suffix_that_stay(name, engine, decoder):
-    """Within the block for block models, anywhere for full-sequence ones, with the plain engine's tokens."""
+    """In a block model the gap ends in its block, in a full-sequence model anywhere. All engines draw the same."""
     model = make_model(name, torch.float32)
     prompts, suffix = prompts_of(17, 17), torch.tensor([3, 1, 4])
     length = 9 if model.config.full_sequence else 2
@@ -55,9 +55,9 @@ def test_a_gap_is_filled_between_a_prompt_and_a_suffix_that_stay(name, engine, d
         assert (row != model.config.mask_id).all()
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@all_models
 def test_a_gap_is_filled_by_what_the_model_says_between_both_sides(name):
-    """One step that reveals everything, at temperature 0: the most likely token given prompt and suffix."""
+    """One step reveals everything at temperature 0: the most probable tokens, given prompt and suffix."""
     model, (prompt,), suffix = make_model(name), prompts_of(18), torch.tensor([3, 1])
     c, mask = model.config, model.config.mask_id
     out = generate(model, [prompt], 2, make_sampler(model, 1, tokens_per_step=32, temperature=0.0), suffix=suffix)
@@ -72,9 +72,10 @@ def test_a_gap_is_filled_by_what_the_model_says_between_both_sides(name):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_forward_passes_are_counted_and_each_step_can_be_watched(engine):
     model = make_model("mamba_h", torch.float32)
-    pairs, sure = dict(tokens_per_step=2), dict(decoder="threshold", threshold=0.0)
+    pairs, at_once = dict(tokens_per_step=2), dict(decoder="threshold", threshold=0.0)
 
     def passes(prompt_length, length, **how):
+        """The forward passes, and the number of masks that each step leaves."""
         left = []
         out = generate_by(engine, model, prompts_of(prompt_length), length, make_sampler(model, **how),
                           on_step=lambda xt: left.append(int((xt == model.config.mask_id).sum())))
@@ -83,15 +84,15 @@ def test_forward_passes_are_counted_and_each_step_can_be_watched(engine):
     commits = dict(simple=1, fused=0)[engine]           # a fused commit is one pass with the step after it
     assert passes(0, 24, **pairs)[0] == 3 * 4 + 2 * commits     # 8 / 2 steps a block; no commit after the last
     assert passes(5, 11, **pairs) == (2 + 4 + commits, [1, 0, 6, 4, 2, 0])     # 3 unknown tokens, then 8
-    assert passes(0, 24, **sure)[0] == 3 * 1 + 2 * commits
+    assert passes(0, 24, **at_once)[0] == 3 * 1 + 2 * commits
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", BLOCK_MODELS)
+@block_models
 @pytest.mark.parametrize("prompt_length, more", [(19, 0), (16, 0), (19, 8), (0, 11)])
 def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_token_for_token(name, prompt_length, more,
                                                                                       engine, tmp_path, monkeypatch):
-    """A prompt that the plain engine read serves every engine."""
+    """The plain engine reads and saves a prompt, and each engine goes on from it. more: prompt tokens after it."""
     model, path = make_model(name, torch.float32), str(tmp_path / "cache")
     prompt, = prompts_of(prompt_length + more)
     want = generate(model, [prompt] * 2, 21, make_sampler(model, 2)).tokens
@@ -113,13 +114,13 @@ def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_token_for_
 @pytest.mark.parametrize("how, wanted", [
     (dict(), [0.5, 0.3, 0.15, 0.05]), (dict(temperature=0.5), [0.685, 0.247, 0.062, 0.007]),
     (dict(temperature=0), [1, 0, 0, 0]), (dict(top_k=2), [0.625, 0.375, 0, 0]),
-    # the fewest tokens that reach this mass, and at least one
+    # top_p: the fewest tokens that reach this mass, and at least one
     (dict(top_p=0.1), [1, 0, 0, 0]), (dict(top_p=0.8), [0.625, 0.375, 0, 0]),
     (dict(top_p=0.81), [0.526, 0.316, 0.158, 0])])
 def test_sampling_draws_from_the_models_distribution(how, wanted):
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05])).expand(1, 20_000, 4)
-    nought = torch.zeros(1, dtype=torch.long)
-    drawn = Sampler([1], mask_id=9, **how).pick(logits, torch.arange(20_000)[None], nought + 1, nought, nought)
+    zero = torch.zeros(1, dtype=torch.long)
+    drawn = Sampler([1], mask_id=9, **how).pick(logits, torch.arange(20_000)[None], zero + 1, zero, zero)
     assert (torch.bincount(drawn[0], minlength=4) / 20_000 - torch.tensor(wanted)).abs().max() < 0.02
 
 
@@ -134,9 +135,9 @@ def unmask_all(xt, logits_of, sampler):
 
 
 def test_one_token_at_a_time_in_random_order_is_exact_ancestral_sampling():
-    """A toy denoiser that knows the joint distribution of two bits, which agree with probability 0.9: p = 1 reproduces
-    it, p = 2 draws the bits independently and cannot."""
-    given = torch.tensor([[0.9, 0.1], [0.1, 0.9], [0.5, 0.5]])     # of a bit, where the other one is 0, 1 or masked
+    """A toy denoiser knows the joint distribution of two bits, which agree with probability 0.9. One token a step
+    reproduces it. Two a step are drawn independently, so they agree half of the time."""
+    given = torch.tensor([[0.9, 0.1], [0.1, 0.9], [0.5, 0.5]])     # p of a bit, if the other one is 0, 1 or masked
 
     def agreement(**changes):
         sampler = Sampler(list(range(4000)), mask_id=2, **changes)
@@ -185,7 +186,7 @@ def test_first_hitting_visits_the_times_at_which_the_reverse_process_unmasks_tok
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_no_two_draws_share_their_random_numbers(monkeypatch, engine, decoder):
-    """Of three blocks of two rows. A draw is a function of seed, stream, index, step and where its block begins."""
+    """A draw is a function of seed, stream, index, step and the begin of its block: two rows, three blocks."""
     model, philox, asked = make_model("mamba_h", torch.float32, time_conditioning=True), ops.philox, []
 
     def recorded(*key):

@@ -1,5 +1,5 @@
-"""Every Triton kernel, compiled for an A100, an RTX 4090 and an H100 or H200 where there is none: what Triton's interpreter
-(test_kernels) takes, its compiler may refuse. Needs Triton alone, and half a minute each."""
+"""Compiles every Triton kernel for an A100, an RTX 4090 and an H100 or H200 on a machine without a GPU. Triton's
+compiler may refuse what its interpreter (test_kernels.py) accepts. Needs Triton, and half a minute for each GPU."""
 import os
 import subprocess
 import sys
@@ -12,7 +12,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 
 @pytest.mark.parametrize("capability", [80, 89, 90], ids=["A100", "RTX 4090", "H100"])
 def test_all_kernels_compile_without_a_gpu(capability):
-    """In a process of its own: in this one they may be interpreted."""
+    """In a process of its own: test_kernels.py may have chosen the interpreter in this one."""
     if not os.path.exists(os.path.join(ROOT, "fast", "__init__.py")):
         pytest.skip("needs the folder fast/, which holds the kernels")
     pytest.importorskip("triton", reason="needs Triton: pip install triton==3.6.0")
@@ -23,7 +23,8 @@ def test_all_kernels_compile_without_a_gpu(capability):
 
 
 def launch_by_compiling(capability, compiled):
-    """Makes kernel[grid](...) compile for this capability what a GPU would run."""
+    """From now on kernel[grid](...) compiles the kernel for this capability and does not run it. compiled: a set, to
+    which the kernel's name is added."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
@@ -52,7 +53,7 @@ def launch_by_compiling(capability, compiled):
 
 
 def plain_operators():
-    """Our operators as the functions that they are: PyTorch would call their fake twins on fake tensors."""
+    """Leaves our operators as plain functions: on fake tensors, PyTorch would call their fake twins instead."""
     import torch
 
     from fast import triton_tools
@@ -61,7 +62,7 @@ def plain_operators():
 
 
 def call_everything():
-    """Each kernel in the sizes of the 350M and 700M models, on tensors without data."""
+    """Calls each kernel in the sizes of the 350M and 700M models, on tensors without data. Returns all their names."""
     import torch
 
     from fast import cached_attention, conv, draw, mixer, residual, rotate, scan, states

@@ -1,16 +1,15 @@
-"""The fast engines on a CPU, where their plain twins run: prepared weights, the fused commit, and what happens where
-CUDA graphs cannot be had."""
+"""The fast engines on a CPU, where plain twins of their kernels run: prepared weights, the fused commit, and what
+happens without CUDA graphs."""
 import functools
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from conftest import (ARCHITECTURES, BLOCK_MODELS, ENGINES, generate_by, make_batch, make_model, make_sampler, need_fast,
-                      prompts_of)
+from conftest import (ARCHITECTURES, ENGINES, ROOT, all_models, block_models, both_times, generate_by, make_batch,
+                      make_model, make_sampler, need_fast, prompts_of)
 
 need_fast()
 
@@ -22,10 +21,8 @@ from model import ModelError  # noqa: E402
 from sample import generate, generate_naive, open_engine  # noqa: E402
 from test_ops import scan_inputs  # noqa: E402
 
-both_times = pytest.mark.parametrize("time_conditioning", [False, True])
 
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@all_models
 @pytest.mark.parametrize("time_conditioning, prompt_length, how", [
     (False, 11, dict(tokens_per_step=2)), (True, 0, dict(tokens_per_step=8, top_k=5)),
     (False, 11, dict(tokens_per_step=3, top_p=0.8)), (True, 11, dict(decoder="confidence", temperature=0.0)),
@@ -44,15 +41,18 @@ def test_the_fused_engine_equals_generation_without_a_cache_token_for_token(monk
         assert torch.equal(torch.stack(out.tokens), naive)
 
 
-def test_where_graphs_cannot_be_had_the_same_steps_run_without_them_and_say_so_once(monkeypatch, capsys):
+def test_without_cuda_graphs_the_same_steps_run_and_the_reason_is_printed_once(monkeypatch, capsys):
     model = make_model("mamba_h", torch.float32)
     prepared = inference_model(model, torch.float32)
+
     def run(engine):
         return generate(prepared, prompts_of(3, 12), 16, make_sampler(model, 2),
                         new_decoder=functools.partial(decoder.new_decoder, engine)).tokens
     want = generate_by("simple", model, prompts_of(3, 12), 16, make_sampler(model, 2)).tokens
-    with pytest.raises(ConfigError, match=re.escape("they need the Triton kernels (--kernels=auto, pip install triton)")):
+    advice = re.escape("they need the Triton kernels (--kernels=auto, pip install triton)")
+    with pytest.raises(ConfigError, match=advice):
         run("graphs")
+
     def broken(decoder):
         decoder.cache.lengths += 8
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
@@ -95,7 +95,7 @@ def test_a_finished_block_is_in_the_cache_when_it_is_flushed():
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@all_models
 def test_the_model_that_was_prepared_stays_valid(name):
     model = make_model(name)
     before = {k: v.clone() for k, v in model.state_dict().items()}
@@ -103,7 +103,8 @@ def test_the_model_that_was_prepared_stays_valid(name):
     logits = model.all_block_logits(x0, xt, t)
     generate_by("fused", model, prompts_of(3, 3), 13, make_sampler(model, 2))
     assert torch.equal(model.all_block_logits(x0, xt, t), logits)
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and len(before) == len(model.state_dict())
+    after = model.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(after[k], before[k]) for k in after)
 
 
 def test_an_engine_that_cannot_run_and_what_a_prepared_model_cannot_do_is_refused_in_a_sentence():
@@ -142,8 +143,8 @@ def test_norms_before_a_product_may_come_after_it():
 @both_times
 def test_weights_prepared_for_inference_compute_the_same_function(monkeypatch, name, reverse_scan, longest,
                                                                   time_conditioning):
-    """Folded modulation and merged Mamba directions (not of one direction, nor of blocks that are several rows
-    of the scan), denoising, committing and both at once."""
+    """Modulation is folded and the directions of Mamba layers are merged, but not if there is one direction only, or a
+    block is several rows of the scan. Denoising, committing and both at once."""
     monkeypatch.setattr(plain, "SCAN_ROW", longest)
     model = make_model(name, time_conditioning=time_conditioning, reverse_scan=reverse_scan)
     x0, xt, t = make_batch(model)
@@ -159,7 +160,7 @@ def test_weights_prepared_for_inference_compute_the_same_function(monkeypatch, n
 
 
 @pytest.mark.parametrize("n_layer", [1, 2, 3])          # the last is attention, Mamba, attention
-@pytest.mark.parametrize("name", BLOCK_MODELS)
+@block_models
 @both_times
 def test_positions_that_nobody_asks_for_may_be_left_out_of_the_last_layer(name, n_layer, time_conditioning):
     """Rows of different lengths; positions may come twice. What a commit leaves in the cache is the same."""
@@ -171,6 +172,7 @@ def test_positions_that_nobody_asks_for_may_be_left_out_of_the_last_layer(name, 
     for cache in caches:
         for i, n in enumerate((0, 16, 8)):
             model.prefill(x0[i:i + 1, :n], cache.rows(i, i + 1))
+
     def check(some, every):
         assert some.shape == (3, 3, model.config.d_model)
         torch.testing.assert_close(some, torch.stack([h[p] for h, p in zip(every, at)]))
@@ -181,7 +183,7 @@ def test_positions_that_nobody_asks_for_may_be_left_out_of_the_last_layer(name, 
     for a, b in zip(*(cache.layers for cache in caches)):
         for i, n in enumerate(caches[0].lengths.tolist()):
             for part, other in zip(a, b):
-                keys = part.size(2) == 24               # of which what is behind the length may be anything
+                keys = part.size(2) == 24               # a cache of attention: past the length it may hold anything
                 torch.testing.assert_close(*((u[i, :, :n] if keys else u[i]) for u in (part, other)))
 
 
@@ -219,9 +221,9 @@ def test_the_second_of_a_pair_of_blocks_starts_where_the_first_ends():
 
 
 def test_generation_starts_without_torch_compile():
-    """Its import takes seconds, and its compilation tens of seconds."""
+    """To import torch.compile takes seconds, and to compile tens of seconds."""
     code = ("import sys; import sample; from configurator import configure; "
             "configure(vars(sample), ['--init=random', '--model_config=laptop', '--length=20', '--engine=fused', "
             "'--device=cpu']); sample.main(); sys.exit('torch._dynamo' in sys.modules)")
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(inference.__file__).parent.parent, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What only a GPU can show: every fast path against its plain twin. Skipped where there is none.
+"""What only a GPU can show: every fast path against its plain twin. Skipped where there is no GPU.
 
     python -m pytest tests/kernels/test_gpu.py -s       # prints the errors measured
 """
@@ -100,7 +100,8 @@ def test_attention_in_training_equals_the_masked_one(monkeypatch, flash, blocks,
         assert (y_clean is None) == last
         out = [y] if last or blocks == 1 else [y_clean, y]
         g = torch.Generator("cuda").manual_seed(1)
-        used = inputs[3 if blocks == 1 else int(last):]  # a single block has no clean tokens, a last layer no clean queries
+        # A single block has no clean tokens, and the last layer no clean queries: these inputs get no gradient.
+        used = inputs[3 if blocks == 1 else int(last):]
         return out + list(torch.autograd.grad(out, used, [
             torch.randn(o.shape, generator=g, device="cuda").to(dtype) for o in out]))
     device = torch.device("cuda", 0)
@@ -177,8 +178,8 @@ def continue_prompts(model, lengths, engine, length=150, decoder="random", prefi
 @pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_cuda_graphs_give_the_tokens_of_the_plain_loop_in_every_decoder(monkeypatch, name, decoder):
-    """Prompts of different lengths, rows that finish at different steps, an end-of-text, a watcher; where
-    all positions need logits, these are made for 20 at a time."""
+    """Prompts of different lengths, rows that end at different steps, an end-of-text, a watcher. Where all positions
+    need logits, these are made for 20 positions at a time."""
     select_kernels("auto", "cuda")
     monkeypatch.setattr(decoders, "LOGITS", 20_000)
     model = gpu_model(name, block_len=64).cuda()
@@ -200,7 +201,7 @@ def test_cuda_graphs_give_the_tokens_of_the_plain_loop_in_every_decoder(monkeypa
 
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_the_host_never_waits_inside_a_block(decoder):
-    """But for decoder=threshold, which asks before every step whether a mask is left."""
+    """Except with decoder=threshold, which asks before every step whether a mask is left."""
     select_kernels("auto", "cuda")
     model, masks = gpu_model("mamba_h", block_len=64).cuda(), torch.full((2, 64), 999, device="cuda")
 
@@ -230,11 +231,10 @@ def test_the_host_never_waits_inside_a_block(decoder):
 @pytest.mark.parametrize("decoder", ["random", "confidence"])
 @pytest.mark.parametrize("time", [False, True])
 def test_prepared_weights_in_graphs_give_the_tokens_of_the_model_without_a_cache(name, decoder, time):
-    """In fp32: folded and merged weights, cut products and kernels against the training model's own. Where
-    two probabilities differ by less than rounding a step may choose the other one; with this text none do."""
+    """In fp32: folded and merged weights, split products and kernels against the training path. A step may draw another
+    token where two probabilities differ by less than rounding; with this text none does."""
     model = gpu_model(name, block_len=64, seq_len=512, time_conditioning=time).cuda()
     prompts = torch.randint(0, 999, (2, 70), generator=torch.Generator().manual_seed(1)).cuda()
-
     sampler = Sampler([0, 1], decoder, 12, mask_id=999)
     want = generate_naive(model, prompts, 130, sampler)
     select_kernels("auto", "cuda")

@@ -1,5 +1,5 @@
-"""The Triton kernels against their plain twins: values and every gradient. On a GPU if there is
-one, else in Triton's interpreter, which must be chosen before the kernels are defined."""
+"""The Triton kernels against their plain twins: values and every gradient. They run on a GPU if there is one, else in
+Triton's interpreter, which must be chosen before the kernels are defined."""
 import copy
 import inspect
 import os
@@ -18,7 +18,8 @@ pytest.importorskip("triton", reason="needs Triton: pip install triton==3.6.0")
 import decoders  # noqa: E402
 import fast  # noqa: E402
 import ops  # noqa: E402
-from fast import cached_attention, conv, draw, inference, mixer, plain, residual, rotate, scan, states, two_stream  # noqa: E402
+from fast import cached_attention, conv, draw, inference, mixer, plain, residual, rotate  # noqa: E402
+from fast import scan, states, two_stream  # noqa: E402
 from model import BlockDiffusionLM, Mamba2, ModelConfig  # noqa: E402
 from sample import generate, open_engine  # noqa: E402
 
@@ -62,8 +63,8 @@ def error(got, want):
 
 
 def compare(fast, plain, inputs, limit):
-    """Outputs and all gradients of fast(**inputs) against plain in fp64. A gradient that is noise
-    alone makes that of A a sum of cancelling terms, hence the output in it."""
+    """Outputs and all gradients of fast(**inputs) against plain in fp64. Gradients of the outputs are noise plus the
+    output itself: with noise alone, the gradient of A would be a sum of terms that cancel."""
     low = {k: v if v is None else v.detach().requires_grad_() for k, v in inputs.items()}
     high = {k: v if v is None else v.detach().double().requires_grad_() for k, v in inputs.items()}
     got, want = fast(**low), plain(**high)
@@ -80,7 +81,7 @@ def compare(fast, plain, inputs, limit):
 
 
 def scan_inputs(r, s, h, p, n, dtype=torch.float32, start=True):
-    """x, B and C are views of one wider projection, as in the model, of an odd width on purpose."""
+    """x, B and C are views of one wider projection, as in the model. An odd offset misaligns them on purpose."""
     x, B, C = randn(r, s, 3 + h * p + 2 * n, dtype=dtype)[..., 3:].split([h * p, n, n], -1)
     return dict(x=x.unflatten(-1, (h, p)), dt=torch.nn.functional.softplus(randn(r, s, h) - 2),
                 A=-torch.exp(randn(h)), B=B, C=C, D=randn(h),
@@ -117,7 +118,7 @@ def test_scan_kernels_equal_the_loop_with_all_gradients(
 @DTYPES
 @pytest.mark.parametrize("p, n", [(64, 64), (64, 128), (64, 256), (32, 128), (16, 16)])
 def test_scan_over_several_chunks_has_all_gradients_at_every_size(monkeypatch, p, n, dtype):
-    """A compiler may get one size wrong; the interpreter only has to see a last, partial chunk."""
+    """On a GPU every size is a compilation of its own. In the interpreter one partial chunk at the end is enough."""
     monkeypatch.setattr(scan, "FEW", 0)
     r, s, h = (32, 200, 2) if GPU else (1, 130, 1)
     compare(rows, loop, scan_inputs(r, s, h, p, n, dtype), LIMIT[dtype])
@@ -247,7 +248,7 @@ def test_convolution_refuses_a_row_beyond_its_32_bit_offsets():
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_masks_of_tiles_show_what_the_masked_attention_shows(monkeypatch):
-    """FlexAttention, not compiled, under block masks. Blocks that are no whole tiles have the plain masks."""
+    """FlexAttention, not compiled, with masks of tiles. Blocks that are not whole tiles get the plain masks."""
     monkeypatch.setattr(two_stream, "flex", two_stream.flex_attention)
     monkeypatch.setattr(two_stream, "TRITON", None)
     streams = [[randn(1, 2, n, 16) for _ in range(3)] for n in (256, 384)]
@@ -609,7 +610,7 @@ def test_gated_norm_equals_its_twin_on_columns_of_a_wider_tensor(dtype):
 
 
 def test_mixer_leaves_less_behind_than_the_plain_lines(monkeypatch):
-    """The fused operator keeps the projection, y and states; autograd keeps more."""
+    """For the backward, the fused operator keeps the projection, y and states; autograd keeps more."""
     monkeypatch.setitem(ops.FAST, "ssd_scan", states.ssd_scan)
     monkeypatch.setitem(ops.FAST, "causal_conv", conv.causal_conv)
     module, inputs, kept = make_mixer(torch.float32), mixer_inputs(64, torch.float32, 4, True), {}

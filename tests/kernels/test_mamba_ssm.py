@@ -1,5 +1,5 @@
-"""--kernels=mamba_ssm: the scan of mamba-ssm and the convolution of causal-conv1d against the plain twins. An oracle
-from outside: nobody here wrote it. Most of it needs a GPU and mamba-ssm (fast/mamba_ssm.py says how to install it)."""
+"""--kernels=mamba_ssm: the scan of mamba-ssm and the convolution of causal-conv1d against the plain twins. They are
+independent implementations. Most tests need a GPU and mamba-ssm (docs/kernels.md says how to install it)."""
 import copy
 import importlib.util
 import sys
@@ -136,5 +136,6 @@ def test_a_whole_generation_equals_the_plain_one(exact):
         line = select_kernels(kernels, "cuda")
         opened, new_decoder = open_engine("auto", model)
         assert new_decoder is Decoder and ("mamba-ssm" in line) == (kernels == "mamba_ssm")
-        found.append(generate(opened, prompts, 400, Sampler([0, 1], tokens_per_step=8, mask_id=999), new_decoder).tokens)
+        sampler = Sampler([0, 1], tokens_per_step=8, mask_id=999)
+        found.append(generate(opened, prompts, 400, sampler, new_decoder).tokens)
     assert all(torch.equal(a, b) for a, b in zip(*found))

@@ -27,9 +27,9 @@ def exported(saved, **how):
     return folder
 
 
-# -- whole ones -----------------------------------------------------------------------------------
+# -- exports that are whole -----------------------------------------------------------------------
 
-def test_an_export_comes_back_bit_for_bit_and_generates_the_same_tokens(saved):
+def test_a_checkpoint_and_its_export_come_back_bit_for_bit_and_generate_the_same_tokens(saved):
     folder, tokens = exported(saved), []
     assert sorted(os.listdir(folder)) == sorted(EXPORT)
     for path in (saved[0], folder, os.path.join(folder, WEIGHTS)):
@@ -43,7 +43,7 @@ def test_an_export_comes_back_bit_for_bit_and_generates_the_same_tokens(saved):
     names = st.load_file(os.path.join(folder, WEIGHTS))
     assert names.keys() == saved[1].state_dict().keys()
     again = os.path.join(folder, "again")
-    export(folder, again)                               # of an export, too
+    export(folder, again)                               # an export of an export is the same
     assert Path(again, WEIGHTS).read_bytes() == Path(folder, WEIGHTS).read_bytes()
 
 
@@ -57,6 +57,8 @@ def test_bfloat16_rounds_all_but_the_decays_and_comes_back_in_fp32(saved):
     for name, x in again.state_dict().items():
         assert held[name].dtype == rounded[name].dtype and torch.equal(held[name], rounded[name])
         assert x.dtype == torch.float32 and torch.equal(x, held[name].float())
+
+
 def test_config_and_card_say_what_the_model_is_and_no_more(saved):
     folder = exported(saved)
     config = json.loads(Path(folder, CONFIG).read_text())
@@ -76,7 +78,7 @@ def test_eval_knows_of_an_export_what_it_knows_of_a_checkpoint(saved):
     assert ours == theirs and ours["lr"] == 1e-3
 
 
-def test_a_folder_with_a_checkpoint_keeps_meaning_it(saved):
+def test_a_folder_with_a_checkpoint_and_an_export_is_read_as_the_checkpoint(saved):
     export(saved[0], saved[0])
     assert find_checkpoint(saved[0]) == os.path.join(saved[0], "ckpt.pt")
 
@@ -109,14 +111,19 @@ def test_a_model_of_the_hub_is_an_export_that_is_fetched_first(saved, monkeypatc
         sample.open_checkpoint("hf://owner/name", "cpu")
 
 
-# -- others ---------------------------------------------------------------------------------------
+# -- what is refused ------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("words, message", [
-    ("", "write python checkpoint.py export out/ --to=folder, not nothing"), ("import x", "--to=folder, not import x"),
-    ("export", "not export$"), ("export --to=x", "not export --to=x"), ("export {out}", "to is empty"),
-    ("export {out} --too=x", "did you mean to"), ("export {out} --to=x --dtype=int8", "dtype must be one of float32, bfloat16"),
+    ("", "write python checkpoint.py export out/ --to=folder, not nothing"),
+    ("import x", "--to=folder, not import x"),
+    ("export", "not export$"),
+    ("export --to=x", "not export --to=x"),
+    ("export {out}", "to is empty"),
+    ("export {out} --too=x", "did you mean to"),
+    ("export {out} --to=x --dtype=int8", "dtype must be one of float32, bfloat16"),
     ("export {out}/nowhere --to={out}/x", "there is no checkpoint at .*nowhere; make one"),
-    ("export {out} --to={out}/ckpt.pt", "cannot be written"), ("export {out} more --to=x", "config file more does not exist")])
+    ("export {out} --to={out}/ckpt.pt", "cannot be written"),
+    ("export {out} more --to=x", "config file more does not exist")])
 def test_a_mistake_in_the_command_is_one_sentence(saved, words, message):
     with pytest.raises(UserError, match=message) as raised:
         main(words.format(out=saved[0]).split())
@@ -159,7 +166,8 @@ def edit_model(folder, **changes):
     edit_config(folder, config={**json.loads(Path(folder, CONFIG).read_text())["config"], **changes})
 
 
-LLAMA = dict(architectures=["LlamaForCausalLM"], auto_map={"AutoModel": "evil.Model"}, model_type="llama", torch_dtype="bfloat16")
+LLAMA = dict(architectures=["LlamaForCausalLM"], auto_map={"AutoModel": "evil.Model"}, model_type="llama",
+             torch_dtype="bfloat16")
 WRONG = "weights that do not fit its configuration"
 
 
@@ -182,7 +190,8 @@ WRONG = "weights that do not fit its configuration"
     (lambda f: edit_weights(f, lambda w: w.update(more=torch.zeros(2))), WRONG),
     (lambda f: edit_weights(f, lambda w: w.update({"head.weight": torch.zeros(2, 2)})), WRONG),
     (lambda f: edit_weights(f, lambda w: w["head.weight"].fill_(float("nan"))), "not finite"),
-    (lambda f: edit_weights(f, lambda w: w.update({k: v.to(torch.float8_e5m2) for k, v in w.items()})), "record.model."),
+    (lambda f: edit_weights(f, lambda w: w.update({k: v.to(torch.float8_e5m2) for k, v in w.items()})),
+     "record.model."),
     (lambda f: edit_weights(f, lambda w: w.update({k: v.long() for k, v in w.items()})), "record.model."),
     (lambda f: torch.save({}, f"{f}/{WEIGHTS}"), "SafetensorError"),
     (lambda f: Path(f, WEIGHTS).write_bytes(b""), "SafetensorError")])
@@ -229,9 +238,11 @@ def test_nothing_in_a_folder_is_executed(saved, tmp_path):
 
 @pytest.mark.parametrize("path, hub, message", [
     ("hf://owner/name", None, "hf://owner/name needs huggingface_hub: pip install huggingface_hub$"),
-    ("hf://owner/name", ConnectionError("reset\nby peer"), "cannot be downloaded from the hub .ConnectionError.: check the name"),
-    ("hf://name", None, "is not the name of a model; write hf://owner/name"), ("hf://a/b/c", None, "is not the name of a model"),
-    ("hf://../..", ValueError("no"), "cannot be downloaded"), ("hf://a/b@", None, "is not the name of a model")])
+    ("hf://owner/name", ConnectionError("reset\nby peer"),
+     "cannot be downloaded from the hub .ConnectionError.: check the name"),
+    ("hf://../..", ValueError("no"), "cannot be downloaded"),
+    *((path, None, "is not the name of a model; write hf://owner/name") for path in (
+        "hf://name", "hf://a/b/c", "hf://a/b@"))])
 def test_a_model_of_the_hub_that_cannot_be_had_is_one_sentence(path, hub, message, monkeypatch):
     def snapshot_download(*request, **how):
         raise hub

@@ -1,7 +1,8 @@
 """
 Every file that a script reads is truncated, bit-flipped and given values of wrong types, at seeded places. The script
-then ends in one sentence and a status that is not 0, or it gives a result; a file with checksums gives the right one. There is
-never a traceback, nor a write outside the output folder. All in one process, 80 cases, which are all pairs of a command and a kind of damage; more: FUZZ=5000 pytest tests/robust/test_fuzz.py
+then ends in one sentence and a status that is not 0, or it gives a result; with a file that has checksums, the right
+one. There is never a traceback, nor a write outside the output folder. The cases run in one process. The first 80 have
+every pair of a command and a kind of damage; for more: FUZZ=5000 pytest tests/robust/test_fuzz.py
 """
 import copy
 import gzip
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import TINY, script
+from conftest import TINY, as_config, script
 from tools import sweep
 
 CASES = int(os.environ.get("FUZZ", 80))
@@ -39,18 +40,19 @@ READERS = {                             # a file, and the commands that read it;
     "questions/piqa.jsonl": [["eval.py", *QUICK, "--mcqa={here}/questions"]],
     "questions/meta.json": [["data.py", "show", "{here}/questions"]],
     "local/piqa/validation.jsonl": [["data.py", "mcqa", "--local", "{here}/local", "--out", "{here}/out"]],
-    "in/a.jsonl": [[*PREPARE, "{here}/out"]], "in/b.txt": [[*PREPARE, "{here}/out"]], "in/c.jsonl.gz": [[*PREPARE, "{here}/out"]],
+    **{f"in/{name}": [[*PREPARE, "{here}/out"]] for name in ("a.jsonl", "b.txt", "c.jsonl.gz")},
     "half/progress.json": [[*PREPARE, "{here}/half"]],
     "config.py": [["train.py", "{here}/config.py", *TRAIN, "--out_dir={here}/out"]],
     "prompt": [[*SAMPLE, "--prompt_file={here}/prompt"]],
     "table.json": [["tools/sweep.py", "--draw={here}/table.json", "--figure={here}/out/f.png"]],
-    "sweep/run.json": [["a run of a sweep"]], "sweep/eval.json": [["a run of a sweep"]], "sweep/log.jsonl": [["a run of a sweep"]],
+    **{f"sweep/{name}": [["a run of a sweep"]] for name in ("run.json", "eval.json", "log.jsonl")},
 }
 CHECKSUMS = ("run/ckpt.pt", "cache")    # a damaged one never gives another result
 OURS = {"run", "half"}                  # folders that a command may write besides out
 
 
 def execute(argv, here):
+    """Runs a command of READERS in the folder `here`. Returns (exit status, stdout, stderr)."""
     argv = [word.format(here=here) for word in argv]
     if argv[0] != "a run of a sweep":
         return script(*argv)
@@ -65,9 +67,7 @@ def sound(corpus, tmp_path_factory):
     """A folder with every file that a script reads."""
     here = tmp_path_factory.mktemp("sound")
     shutil.copytree(corpus, here / "data")
-    pairs = [word[2:].partition("=") for word in [*TINY, "--max_iters=2", "--eval_sequences=1"]]
-    (here / "config.py").write_text("".join(
-        f"{key} = {value if value[0].isdigit() else repr(value)}\n" for key, _, value in pairs))
+    (here / "config.py").write_text(as_config([*TINY, "--max_iters=2", "--eval_sequences=1"]))
     assert execute(["train.py", *TRAIN, "--out_dir={here}/run"], here)[0] == 0
     assert execute([*SAMPLE, "--save_cache={here}/cache", "--prompt=a prompt of some length"], here)[0] == 0
     for name in ("questions", "local/piqa", "in", "sweep"):
@@ -108,7 +108,7 @@ def places(value, path=()):
 
 
 def with_junk(record, numbers):
-    """A copy of a record of which one part is something else, or missing."""
+    """A copy of a record with one part replaced by junk, or missing. numbers: a random.Random."""
     *path, last = numbers.choice([path for path in places(record) if path] or [(None,)])
     if last is None:
         return numbers.choice(JUNK)
@@ -125,7 +125,7 @@ def with_junk(record, numbers):
 
 
 def retyped(path, numbers):
-    """Gives one value in a file another type, by whatever the file's format is."""
+    """Replaces one value in a file, by its format; a file of no such format gets random bytes."""
     if path.suffix == ".pt" or path.name == "cache":
         torch.save(with_junk(torch.load(path), numbers), path)
     elif path.suffix == ".json":
@@ -161,9 +161,11 @@ watching = False
 
 
 def watch(event, args):
+    """An audit hook: records the paths of files that are opened for writing, made, moved or removed."""
     if not watching:
         return
-    if event == "open" and isinstance(args[0], (str, bytes)) and (args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+    writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+    if event == "open" and isinstance(args[0], (str, bytes)) and (args[2] or 0) & writing:
         WRITES.append(os.fsdecode(args[0]))
     if event in ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.link", "os.truncate"):
         WRITES.extend(os.fsdecode(arg) for arg in args[:2] if isinstance(arg, (str, bytes)))
@@ -172,10 +174,10 @@ def watch(event, args):
 def test_damaged_files_end_in_a_sentence_or_in_the_right_result(sound, tmp_path, monkeypatch):
     import matplotlib.figure
     global watching
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path, **how: Path(path).write_bytes(b"\x89PNG"))
-    monkeypatch.setattr(os, "fsync", lambda file: None)
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig",
+                        lambda figure, path, **how: Path(path).write_bytes(b"\x89PNG"))
     sys.addaudithook(watch)
-    before, cases, right, failures = dict(vars(sweep)), [], {}, []
+    before, statuses, right, failures = dict(vars(sweep)), [], {}, []
     commands = [(file, damage, i) for damage in (truncated, flipped, retyped)
                 for file, readers in READERS.items() for i in range(len(readers))]
     for case in range(CASES):
@@ -206,12 +208,14 @@ def test_damaged_files_end_in_a_sentence_or_in_the_right_result(sound, tmp_path,
         finally:
             watching = False
         mine = {str(here / name) for name in ("out", *OURS)}
-        outside = [path for path in WRITES if not any(os.path.abspath(path).startswith(folder) for folder in mine)
-                   and not path.startswith("/dev/") and "matplotlib" not in path and str(tmp_path / "right") not in path]
+        outside = [path for path in WRITES
+                   if not any(os.path.abspath(path).startswith(folder) for folder in mine)
+                   and not path.startswith("/dev/") and "matplotlib" not in path
+                   and str(tmp_path / "right") not in path]
         if outside:
             failures.append((case, file, damage.__name__, argv[0], f"wrote {outside}"))
-        cases.append(status)
+        statuses.append(status)
         shutil.rmtree(here)
     vars(sweep).update(before)
     assert not failures, f"{len(failures)} of {CASES}: " + "\n".join(map(str, failures[:20]))
-    assert 0.3 < sum(map(bool, cases)) / CASES          # most damage is found
+    assert 0.3 < sum(map(bool, statuses)) / CASES       # much of the damage is found

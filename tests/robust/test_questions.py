@@ -1,4 +1,5 @@
-"""Questions, figures and tables of eval.py, and what cannot work: a sentence. What was evaluated before a crash is kept."""
+"""Questions, figures and tables of eval.py. What cannot be evaluated is refused in a sentence, and what was evaluated
+before a crash is kept."""
 import hashlib
 import io
 import json
@@ -16,11 +17,13 @@ import torch
 import eval as evaluation
 from checkpoint import save_checkpoint
 from configurator import UserError, configure
-from conftest import QUESTION, eval_record, make_model, module_of, script, write_rows
-from data import TASKS, DataError, encode_choices, get_tokenizer, load_questions, task_paths
+from conftest import QUESTION, all_models, eval_record, make_model, module_of, script, write_rows
+from data import TASKS, DataError, encode_choices, get_tokenizer, load_questions, noise_generators, task_paths
 from eval import credit, text_figures
 from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file
+from nelbo import masked_cross_entropy, sequence_nelbo
 from paper import PARAMS, RESULTS
+from test_eval import counts_of
 from tools import prepare
 
 BYTES = get_tokenizer("bytes")
@@ -28,7 +31,7 @@ BYTES = get_tokenizer("bytes")
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory, corpus):
-    """Checkpoints of a block model and a full-sequence model on bytes that know nothing."""
+    """Checkpoints of a block model and a full-sequence model of bytes. Both know nothing."""
     paths = []
     for name in ("mamba_h", "attention"):
         model = make_model(name, torch.float32, vocab_size=258)
@@ -38,7 +41,7 @@ def checkpoints(tmp_path_factory, corpus):
     return paths
 
 
-# -- what is made of good ones --------------------------------------------------------------------
+# -- figures and tables ---------------------------------------------------------------------------
 
 def test_choices_that_differ_by_rounding_share_the_credit():
     exists, gold = np.array([[True, True, False]]), np.array([0])
@@ -67,6 +70,29 @@ def test_context_and_choice_are_encoded_as_one_string_and_cut_on_the_left():
     assert encode_choices(BYTES, *row, 2)[0][1] == ([], list(b" bcd"))         # answers stay whole
     with pytest.raises(ValueError, match="no tokens"):
         encode_choices(BYTES, ["a"], [""], 9)
+
+
+@all_models
+def test_stratified_noise_levels_stay_in_their_strata(name):
+    model, x = make_model(name), torch.zeros(3, 32, dtype=torch.long)
+    whole, _ = model.draw_noise(x, noise_generators(5, range(3)))
+    counts = counts_of(model, x, seed=5, mc=4, stratified=True)
+    for j in range(4):
+        t, _ = model.draw_noise(x, noise_generators(5, range(3)), stratum=(j, 4))
+        torch.testing.assert_close(t - 1e-3, (whole - 1e-3 + j * (1 - 1e-3)) / 4)
+        t, is_masked = model.draw_noise(x, noise_generators(5, [j << 32 | i for i in range(3)]), (j, 4))
+        np.testing.assert_allclose(counts[:, j], sequence_nelbo(model, x, is_masked, t))
+
+
+def test_logits_and_log_sum_exp_are_fp32_whatever_the_model_runs_in():
+    model = make_model("mamba_h", torch.float32)
+    hidden = torch.randn(40, 16, generator=torch.Generator().manual_seed(8)).bfloat16()
+    target = torch.arange(40) % 22
+    exact = (hidden.double() @ model.head.weight[:-1].double().T).log_softmax(-1)
+    with torch.autocast("cpu", torch.bfloat16):
+        nats, hits = masked_cross_entropy(model, hidden, target, tile_elements=100)
+    torch.testing.assert_close(nats, -exact[torch.arange(40), target].detach(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(hits, exact.argmax(-1) == target) and hits.any() and not hits.all()
 
 
 def test_figures_of_a_text():
@@ -109,7 +135,7 @@ def test_everything_of_two_checkpoints_comes_as_tables_and_one_json_line(corpus,
         assert r["judge"]["sha256"] == record["results"][1]["sha256"] and r["tokenizer"] == "bytes"
         assert r["model"] == kind and text["sequences"] == 20 and text["tokens"] == 20 * 32
         assert 0 < text["bytes"] <= text["tokens"] and text["documents"] >= 1 and text["tok_per_s"] > 0
-        assert abs(text["nelbo"] - math.log(257)) < 4 * text["nelbo_se"]
+        assert abs(text["nelbo"] - math.log(257)) < 3 * text["nelbo_se"]
         assert {f"{key}_se" for key in ("nelbo", "ppl", "bpb", "acc")} <= set(text)
         assert set(r["mcqa"]) == {*TASKS, "macro"} and r["mcqa"]["boolq"]["majority"] == 50
         assert r["mcqa"]["macro"]["acc"] == r["mcqa"]["macro"]["chance"] == 37.5    # the head is zero
@@ -137,7 +163,7 @@ def test_a_model_is_recognised_as_the_papers_by_its_shape():
             assert evaluation.paper_name(BlockDiffusionLM(config_from_file(name))) == name
 
 
-# -- bad ones -------------------------------------------------------------------------------------
+# -- questions and settings that cannot work ------------------------------------------------------
 
 @pytest.mark.parametrize("rows, message", [
     ([], "no questions"),
@@ -146,10 +172,10 @@ def test_a_model_is_recognised_as_the_papers_by_its_shape():
     ([dict(QUESTION, gold=2)], "no gold answer"),
     ([dict(QUESTION, gold=True)], "no gold answer"),
     ([QUESTION, dict(QUESTION, choices=[" b", "  "])], ":2: the answer '  ' has no tokens"),
-    (["caf\udce9"], ":1: 'utf-8' codec can't decode"), ([dict(QUESTION, choices=[1, 2])], "not a prepared question"),
-    ([dict(QUESTION, choices=[" b"])], "not a prepared question"),
-    ([dict(QUESTION, contexts=["a"])], "not a prepared question"),
-    (["[1]"], "not a prepared question"), ([dict(text="x")], "not a prepared question")])
+    (["caf\udce9"], ":1: 'utf-8' codec can't decode"),
+    *(([row], "not a prepared question") for row in (
+        "[1]", dict(text="x"), dict(QUESTION, choices=[1, 2]), dict(QUESTION, choices=[" b"]),
+        dict(QUESTION, contexts=["a"])))])
 def test_bad_questions_are_refused_with_their_line(tmp_path, rows, message):
     with pytest.raises(DataError, match=message):
         load_questions(write_rows(tmp_path / "piqa.jsonl", rows), BYTES, 99)
@@ -170,28 +196,27 @@ def test_missing_and_misnamed_question_sets_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("argv, message", [
-    ("--checkpoint={tmp}", "there is no checkpoint at"),
     ("--checkpoint={tmp}/empty.pt", "not a whole nanoBDLM checkpoint"),
-    ("--checkpoint={tmp}/bytes.pt", "300 token ids, not those of its tokenizer, bytes"),
     ("--checkpoint={good} --data={tmp}/gpt2", "holds gpt2 tokens, not bytes tokens"),
-    ("--checkpoint={good} --data={tmp}/nowhere", "holds no prepared data: run python data.py"),
-    ("--checkpoint={good} --mcqa={tmp}/nowhere", "holds no question set: run python data.py mcqa"),
-    ("--checkpoint={good} --mcqa={tmp}/no_gold", "piqa.jsonl:2: no gold answer"),
     ("--checkpoint={good} --seq_len=33", "whole blocks of block_len 8"),
     ("--checkpoint={good} --seq_len=270336", "rotary capacity of 262144"),
     ("--checkpoint={good},{tmp}/nowhere --out={tmp}/lost.json", "there is no checkpoint at"),
     ("--checkpoint={good},{tmp}/bytes.pt", "300 token ids, not those of its tokenizer, bytes"),
-    ("--checkpoint={good},", "names with commas between them"), ("--checkpoint=1", "written as ./5"),
-    ("--data=5", "data must be names with commas between them, but is [5]"), ("--tasks=piqa", "add --mcqa=FOLDER"), ("--seed=-5", "seed must be at least 0, but is -5"),
+    ("--checkpoint={good},", "names with commas between them"),
+    ("--checkpoint=1", "written as ./5"),
+    ("--data=5", "data must be names with commas between them, but is [5]"),
+    ("--tasks=piqa", "add --mcqa=FOLDER"),
+    ("--seed=-5", "seed must be at least 0, but is -5"),
     ("--checkpoint={good} --data={corpus},{tmp}/nowhere", "holds no prepared data: run python data.py"),
     ("--checkpoint={good} --generate=1 --length=270000", "ask for a shorter length"),
     ("--checkpoint={good} --generate=1 --length=20000", "choose a smaller length"),
     ("--checkpoint={good} --generate=2 --judge={tmp}/bytes.pt", "300 token ids"),
     ("--checkpoint={good} --judge={good}", "add --generate=N"),
     ("--checkpoint={good} --out={tmp}", "which cannot be written; name another file"),
-    ("--checkpoint={good} --out={tmp}/empty.pt/eval.json", "eval.json, which cannot be written; name another file"),
-    ("--score=best", "one of pll, nelbo"), ("--mc=0", "mc must be at least 1, but is 0"),
-    ("--checkpoint=[]", "name a file with --checkpoint"), ("--generate=-1", "generate must be at least 0, but is -1"),
+    ("--score=best", "one of pll, nelbo"),
+    ("--mc=0", "mc must be at least 1, but is 0"),
+    ("--checkpoint=[]", "name a file with --checkpoint"),
+    ("--generate=-1", "generate must be at least 0, but is -1"),
     ("--sequence=3", "did you mean sequences")])
 def test_bad_input_is_one_sentence_and_a_non_zero_exit(bad, argv, message):
     status, printed, error = script("eval.py", *argv.format(**bad).split(), "--device=cpu")
@@ -201,17 +226,15 @@ def test_bad_input_is_one_sentence_and_a_non_zero_exit(bad, argv, message):
 
 @pytest.fixture(scope="module")
 def bad(corpus, checkpoints, tmp_path_factory):
-    """Names of what cannot work -> arguments."""
+    """What the words in braces of the test above stand for."""
     tmp_path = tmp_path_factory.mktemp("bad")
     model = BlockDiffusionLM(ModelConfig(vocab_size=300, seq_len=32, block_len=8, n_layer=1, n_head=2,
                                          d_model=32, d_state=8, mamba_head_dim=16))
     save_checkpoint(str(tmp_path / "bytes.pt"), model, tokenizer="bytes")
     (tmp_path / "empty.pt").write_bytes(b"")
     meta = json.loads(open(os.path.join(corpus, "meta.json")).read())
-    for name in ("gpt2", "no_gold"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "meta.json").write_text(json.dumps(dict(meta, tokenizer="gpt2")))
-    write_rows(tmp_path / "no_gold" / "piqa.jsonl", [QUESTION, dict(QUESTION, gold=None)])
     return dict(good=checkpoints[0], tmp=tmp_path, corpus=corpus)
 
 
@@ -257,7 +280,8 @@ def test_questions_nested_without_end_are_refused_with_their_line(tmp_path):
 
 def test_all_question_sets_that_can_be_made_are_made_from_the_split_that_is_asked_for(tmp_path):
     rows = dict(piqa=dict(goal="g", sol1="a", sol2="b", label=0), boolq=dict(passage="p", question="q", answer=True),
-                arc_challenge=dict(id="1", question="q", answerKey="A", choices=dict(text=["a", "b"], label=["A", "B"])))
+                arc_challenge=dict(id="1", question="q", answerKey="A",
+                                   choices=dict(text=["a", "b"], label=["A", "B"])))
     for task, row in rows.items():
         (tmp_path / "in" / task).mkdir(parents=True)
         (tmp_path / "in" / task / "validation.jsonl").write_text(json.dumps(row) + "\n")
@@ -280,6 +304,7 @@ def test_all_question_sets_that_can_be_made_are_made_from_the_split_that_is_aske
 def test_a_limit_draws_questions_by_seed_from_the_whole_task(tmp_path):
     rows = [dict(context=str(i), choices=[" a", " b"], gold=0) for i in range(100)]
     (tmp_path / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
     def drawn(seed, limit=10):
         questions = load_questions(tmp_path / "piqa.jsonl", BYTES, 99, limit, seed)
         return [int(bytes(q["pairs"][0][0])) for q in questions]

@@ -1,5 +1,5 @@
-"""Requests to sample.py: bad ones are refused before any work, saved prompts of other weights are refused, a terminal shows
-what happens."""
+"""Requests to sample.py: bad ones are refused before any work, and so are saved prompts of other weights. What a
+terminal shows."""
 import io
 import os
 import runpy
@@ -65,7 +65,7 @@ def test_logits_of_all_positions_are_made_for_a_few_at_a_time(monkeypatch, decod
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_row_ends_at_its_first_end_of_text(engine):
-    """Whatever token that is: some come several times in a block."""
+    """Every generated token serves as the end once. Some occur several times in a block."""
     model, prompts = make_model("mamba_h", torch.float32), prompts_of(4, 13)
     free = generate_by(engine, model, prompts, 24, make_sampler(model, 2)).tokens
     for stop in set(free[0][4:].tolist()):
@@ -88,6 +88,16 @@ def test_prompts_of_one_length_are_read_together_and_equal_ones_once(monkeypatch
         read.clear()
         rows = generate(model, prompts, 9, make_sampler(model, 7)).tokens
         assert read[:len(shapes)] == shapes and all(map(torch.equal, rows, alone))
+
+
+def test_no_call_takes_more_tokens_than_a_chunk_whatever_the_number_of_rows():
+    model, sizes = make_model("mamba_h", torch.float32), []
+    tokens, caches = torch.randint(0, 22, (6, 64)), [model.new_cache(6, 64) for _ in range(2)]
+    model.embed.register_forward_pre_hook(lambda module, inputs: sizes.append(inputs[0].numel()))
+    model.prefill(tokens, caches[0], chunk_tokens=100)
+    assert max(sizes) == 6 * 16 <= 100 and sum(sizes) == 6 * 64
+    model.prefill(tokens, caches[1])
+    torch.testing.assert_close(caches[0].layers, caches[1].layers, atol=1e-5, rtol=1e-5)
 
 
 # -- saved prompts --------------------------------------------------------------------------------
@@ -168,11 +178,13 @@ def run(monkeypatch, **settings):
         monkeypatch.setattr(sample, name, value)
     sample.main()
 
+
 @pytest.mark.parametrize("settings, message", [
     (dict(length=0), "length must be at least 1, but is 0"), (dict(seed=10 ** 23), "seed must be below"),
     (dict(num_samples=0), "num_samples must be at least 1, but is 0"),
     (dict(dtype="fp16"), "dtype must be one of .*, but is 'fp16'"), (dict(engine="x"), "engine must be one of"),
-    (dict(tokens_per_step=-1), "tokens_per_step must be at least 1, but is -1"), (dict(prompt="hi", prompt_file="f"), "leave one out"),
+    (dict(tokens_per_step=-1), "tokens_per_step must be at least 1, but is -1"),
+    (dict(prompt="hi", prompt_file="f"), "leave one out"),
     (dict(save_cache="{here}"), "cannot be written"), (dict(save_cache="{here}/file/cache"), "cannot be written"),
     (dict(prompt_file="{here}/nope"), "nope"), (dict(prompt_file="{here}/latin"), "latin is not UTF-8")])
 def test_settings_are_checked_before_a_model_is_loaded(monkeypatch, tmp_path, settings, message):
@@ -184,7 +196,9 @@ def test_settings_are_checked_before_a_model_is_loaded(monkeypatch, tmp_path, se
         run(monkeypatch, **settings)
     assert sorted(os.listdir(tmp_path)) == ["file", "latin"] and (tmp_path / "file").read_text() == "as it was"
 
+
 FULL = "vocab_size, seq_len, block_len, n_layer, n_head, d_model, attn_every = 258, 64, 64, 1, 2, 32, 1"
+
 
 @pytest.mark.parametrize("settings, message", [
     (dict(prompt="a" * 300_000), "rotary capacity"), (dict(engine="graphs", save_cache="{here}/cache"), "CPU"),
@@ -197,11 +211,13 @@ def test_requests_are_checked_before_a_prompt_is_read_or_shown(monkeypatch, tmp_
         run(monkeypatch, **{**dict(prompt="a prompt of some length"), **settings})
     assert capsys.readouterr().out == "" and os.listdir(tmp_path) == ["full.py"]
 
+
 # -- the terminal ---------------------------------------------------------------------------------
 
 class Terminal(io.StringIO):
     def isatty(self):
         return True
+
 
 def test_reading_a_long_prompt_shows_a_bar_and_can_be_stopped(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sample, "BAR_DELAY", 0)
@@ -211,6 +227,7 @@ def test_reading_a_long_prompt_shows_a_bar_and_can_be_stopped(monkeypatch, tmp_p
     seen = sys.stderr.getvalue()
     assert "reading the prompt" in seen and "8.19k/8.99k [00:" in seen
     assert capsys.readouterr().out.startswith("a" * 9000)
+
     def stop(*_, **__):
         raise KeyboardInterrupt
     monkeypatch.setattr(BlockDiffusionLM, "prefill", stop)
@@ -233,6 +250,7 @@ def test_what_is_drawn_under_the_text_on_a_terminal_leaves_the_text_alone(monkey
     assert ("a\u2591" in drawn) == watching and "[2/8 tokens" in drawn
     assert drawn.endswith("\x1b8\x1b[J") and capsys.readouterr().out == "ab"
 
+
 def test_a_dumb_terminal_gets_no_escape_codes(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -245,8 +263,8 @@ def test_a_dumb_terminal_gets_no_escape_codes(monkeypatch):
 
 def test_all_samples_begin_alike_and_what_a_terminal_cannot_show_is_replaced(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
-    monkeypatch.setattr(sys, "argv", ["sample.py", "--init=random", "--model_config=laptop", "--device=cpu", "--length=20",
-                                      "--num_samples=2", "--tokens_per_step=8"])
+    monkeypatch.setattr(sys, "argv", ["sample.py", "--init=random", "--model_config=laptop", "--device=cpu",
+                                      "--length=20", "--num_samples=2", "--tokens_per_step=8"])
     runpy.run_path(str(ROOT / "sample.py"), run_name="__main__")
     sys.stdout.flush()
     printed = sys.stdout.buffer.getvalue()

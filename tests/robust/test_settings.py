@@ -1,4 +1,4 @@
-"""Settings: files and flags, types, typos, values that contradict each other. A mistake is one sentence."""
+"""Settings: files and flags, types, typos, values that contradict each other. Each mistake ends in one sentence."""
 import pytest
 import torch
 
@@ -7,7 +7,7 @@ import ops
 from checkpoint import load_checkpoint
 from configurator import ConfigError, UserError, check, configure, settings_of
 from conftest import ROOT, TINY, make_model, module_of, run_train, script
-from files import check_file, write_file
+from files import check_file
 from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file
 from parallel import ampere, pick_dtype, select_kernels
 
@@ -83,7 +83,8 @@ def test_bounds_and_choices_name_the_setting_and_what_it_may_be():
                   choices=dict(out_dir=("out", "in")))
     check(space(), **bounds)
     for wrong, message in ((dict(max_iters=0), "max_iters must be at least 1, but is 0"),
-                           (dict(learning_rate=-1.0), "must be above 0"), (dict(learning_rate=float("nan")), "must be above 0, but is nan"),
+                           (dict(learning_rate=-1.0), "must be above 0"),
+                           (dict(learning_rate=float("nan")), "must be above 0, but is nan"),
                            (dict(learning_rate=1.0), "must be below 1, but is 1.0"),
                            (dict(out_dir="on"), "must be one of out, in, but is 'on'")):
         with pytest.raises(ConfigError, match=message):
@@ -95,9 +96,10 @@ def test_a_script_ends_in_one_sentence(capsys, tmp_path):
         with pytest.raises(SystemExit) as ended, configurator.script("x.py"):
             raise error
         assert ended.value.code == status
+    assert capsys.readouterr().err.endswith("x.py: stopped\n")                  # Ctrl-C
     with pytest.raises(SystemExit, match="x.py: .*missing: No such file"), configurator.script("x.py"):
         open(tmp_path / "missing")
-    with pytest.raises(ZeroDivisionError), configurator.script("x.py"):          # a mistake of ours keeps its traceback
+    with pytest.raises(ZeroDivisionError), configurator.script("x.py"):     # a bug in the code keeps its traceback
         1 / 0
 
 
@@ -125,14 +127,6 @@ def test_a_config_file_of_the_repository_is_found_from_any_folder_and_by_its_nam
     (tmp_path / "mine.py").write_text("d_model = 'wide'")
     with pytest.raises(ConfigError, match="mine.py: d_model takes a whole number"):
         config_from_file("mine.py")
-
-
-def test_results_that_cannot_be_written_are_said_to_be_on_the_screen(tmp_path):
-    write_file("", "text")
-    write_file(str(tmp_path / "x.json"), "text")
-    assert (tmp_path / "x.json").read_text() == "text"
-    with pytest.raises(UserError, match="cannot be written .*; copy the results from the screen"):
-        write_file(str(tmp_path), "text")
 
 
 def test_names_of_nanogpt_lead_to_ours():
@@ -176,7 +170,8 @@ def test_attention_only_models_need_no_geometry_of_mamba():
 
 
 @pytest.mark.parametrize("argv, message", [
-    (["--batch_size=4", "--micro_batch_size=3"], "must divide the 4 sequences"), (["--vocab_size=300"], "--vocab_size=258"),
+    (["--batch_size=4", "--micro_batch_size=3"], "must divide the 4 sequences"),
+    (["--vocab_size=300"], "--vocab_size=258"),
     (["--warmup_iters=4"], r"warmup_iters must be below max_iters \(4\), but is 4; add --warmup_iters=0"),
     (["--dtype=bf16"], "one of auto, float32, bfloat16"),
     (["--kernels=triton"], "kernels must be one of auto, torch, mamba_ssm, but is 'triton'"),
@@ -214,7 +209,7 @@ def test_the_laptop_config_is_the_default_and_the_others_start_from_smaller_weig
 
 
 def test_a_gpu_before_ampere_runs_the_plain_operations_in_fp32(monkeypatch):
-    """Colab's T4, by a mocked capability. Kernels and generation's engine follow from the table, which stays empty."""
+    """A mocked T4. ops.FAST stays empty, so neither the kernels nor the engines of fast/ are chosen."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     for capability, modern in (((7, 5), False), ((7, 0), False), ((8, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -222,7 +217,7 @@ def test_a_gpu_before_ampere_runs_the_plain_operations_in_fp32(monkeypatch):
         assert pick_dtype("auto", "cuda") == (torch.bfloat16 if modern else torch.float32)
     assert pick_dtype("auto", "cpu") == pick_dtype("float32", "cuda") == torch.float32
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    ops.FAST["ssd_scan"] = None                         # of an earlier choice
+    ops.FAST["ssd_scan"] = None                         # left by an earlier choice
     assert select_kernels("auto", "cuda") == (
         "kernels: plain (Tesla T4 has compute capability 7.5; bf16 and fast/ need 8.0)")
     assert ops.FAST == {}
@@ -230,13 +225,11 @@ def test_a_gpu_before_ampere_runs_the_plain_operations_in_fp32(monkeypatch):
         select_kernels("mamba_ssm", "cuda")
 
 
-def test_a_short_run_needs_no_other_setting_and_a_warm_up_that_was_set_is_kept(corpus, tmp_path):
+def test_a_short_run_warms_up_for_a_tenth_of_its_steps_if_no_warm_up_is_set(corpus, tmp_path):
     tiny = [word for word in TINY if not word.startswith("--warmup")] + [f"--data={corpus}"]
     for steps, warmup in ((4, 0), (20, 2)):
         run_train(tiny + [f"--max_iters={steps}", f"--out_dir={tmp_path / str(steps)}"])
         assert load_checkpoint(f"{tmp_path}/{steps}/ckpt.pt")["settings"]["warmup_iters"] == warmup
-    with pytest.raises(ConfigError, match=r"warmup_iters must be below max_iters \(4\), but is 30"):
-        run_train(tiny + ["--max_iters=4", "--warmup_iters=30", f"--out_dir={tmp_path / 'x'}"])
 
 
 def test_resuming_with_other_settings_says_so_and_an_absent_device_is_a_sentence(corpus, tmp_path, capsys):
@@ -244,9 +237,9 @@ def test_resuming_with_other_settings_says_so_and_an_absent_device_is_a_sentence
     run_train(argv)
     run_train(argv + ["--resume", "--seed=2", "--max_iters=5"])
     assert "resuming with another seed, max_iters" in capsys.readouterr().out
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
     with pytest.raises(ConfigError, match="no device 'cuda'"):
-        if torch.cuda.is_available():
-            pytest.skip("this machine has CUDA")
         run_train(argv + ["--device=cuda", "--resume"])
 
 
@@ -258,7 +251,6 @@ def test_resuming_with_other_settings_says_so_and_an_absent_device_is_a_sentence
     ("train.py", ["--batch_size=1e13"], "batch_size must be at most"),
     ("train.py", ["--out_dir=caf\udce9"], "is not UTF-8"),
     ("sample.py", ["--out_dir={tmp}/none"], "make one with python train.py"),
-    ("sample.py", ["--out_dir={trained}", "--length=262144", "--prompt=a"], "rotary capacity"),
     ("sample.py", ["--num_samples=1e12"], "num_samples must be at most"),
     ("eval.py", ["--checkpoint={trained}", "--mc=10000000000", "--device=cpu"], "eval.py: out of memory"),
     ("data.py", ["show", "caf\udce9"], "is not UTF-8")])

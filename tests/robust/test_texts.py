@@ -1,4 +1,5 @@
-"""Texts, folders and arguments that data.py cannot use: each ends in a sentence that names the place, and nothing is lost."""
+"""Texts, folders and arguments that data.py cannot use: each ends in a sentence that names the place, and nothing is
+lost."""
 import errno
 import json
 import multiprocessing
@@ -30,12 +31,10 @@ REFUSED = {
     "no such folder": (lambda f: [p.unlink() for p in f.iterdir()], "run python data.py jsonl"),
     "truncated": (lambda f: damage_shard(f, lambda c: c[:-2]), "truncated: remove"),
     "another format": (lambda f: damage_shard(f, lambda c: c.__setitem__(0, 0)), "not a shard"),
-    **{f"meta.json is {text}": (
-        lambda f, text=text: (f / "meta.json").write_text(text), "damaged")
+    **{f"meta.json is {text}": (lambda f, text=text: (f / "meta.json").write_text(text), "damaged")
        for text in ("{", '{"tokenizer": "bytes"}')},
-    "a mask in the data": (
-        lambda f: damage_shard(f, lambda c: c.__setitem__(slice(1024, 1026), b"\x01\x01")),
-        "token 257, outside its vocabulary"),
+    "a mask in the data": (lambda f: damage_shard(f, lambda c: c.__setitem__(slice(1024, 1026), b"\x01\x01")),
+                           "token 257, outside its vocabulary"),
 }
 
 

@@ -60,6 +60,7 @@ def test_sample_measures_several_rows_at_once(capsys):
 
 def test_a_configuration_that_does_not_fit_says_so_and_the_run_goes_on(capsys, monkeypatch):
     row = bench.train_row
+
     def train_row(name, *rest):
         if name == "mamba_h_700m":
             raise RuntimeError("CUDA error: out of memory")
@@ -72,6 +73,7 @@ def test_a_configuration_that_does_not_fit_says_so_and_the_run_goes_on(capsys, m
     config.block_len = config.seq_len                   # full-sequence: each length stands alone
     monkeypatch.setattr(bench, "config_from_file", lambda name: config)
     open_decoder = bench.open_decoder
+
     def fails(model, new_decoder, cache, l):
         if l == 64:
             raise torch.OutOfMemoryError("no room")
@@ -89,9 +91,9 @@ def test_the_limit_of_a_step_counts_every_weight_of_the_generation_pass_once():
     head = c.vocab_size * c.d_model
     assert nbytes == 2 * (weights + head)
     l, d, p = c.block_len, c.d_model, 16
-    steps = 1 + p / l                                   # one commit in so many steps
+    steps = 1 + p / l                                   # passes over a block: each step, and one commit in l / p steps
     layer = steps * (2 * l * 12 * d * d + 4 * l * l * d)
-    last = steps * 2 * l * 2 * d * d + 2 * p * 10 * d * d + 4 * p * l * d      # p tokens but for keys and values
+    last = steps * 2 * l * 2 * d * d + 2 * p * 10 * d * d + 4 * p * l * d      # keys and values of all, the rest of p
     assert flops == pytest.approx((c.n_layer - 1) * layer + last + 2 * p * head)
     longer = bench.step_work(c, 1, c.block_len, 1000, 16, 2)[1]
     assert longer - nbytes == 2 * 2 * c.n_layer * 1000 * c.d_model      # keys and values
@@ -141,7 +143,8 @@ def test_plot_draws_three_figures_and_the_newest_row_wins(tmp_path, monkeypatch)
     ("bench.py", "train --only=laptop --out={tmp}/file/x.json", "cannot be written; name another file"),
     ("bench.py", "sample --lengths=0", "lengths must be whole numbers above 0, but is [0]"),
     ("bench.py", "sample --whole=abc", "whole must be whole numbers above 0, but is ['abc']"),
-    ("bench.py", "sample --only=laptop --lengths=300000", "lengths must be at most 262144, the rotary capacity of laptop"),
+    ("bench.py", "sample --only=laptop --lengths=300000",
+     "lengths must be at most 262144, the rotary capacity of laptop"),
     ("bench.py", "ops --only=adamw,nope", "only must be one of scan, "),
     ("bench.py", "plot", "name what to draw"),
     ("bench.py", "plot {tmp}/binary", "binary cannot be drawn (UnicodeDecodeError); name files"),

@@ -66,6 +66,7 @@ def test_answers_in_the_harness_are_those_of_eval(folder, monkeypatch, score):
 
 def test_text_ends_before_the_string_that_the_task_asks_for(folder):
     model = harness.NanoBDLM(str(folder))
+
     def generate(until):
         request = type("Request", (), dict(args=("def f", dict(until=until, max_gen_toks=24, do_sample=False))))
         return model.generate_until([request])[0]

@@ -53,8 +53,11 @@ def test_repeated_counts_4_grams_seen_before():
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(checkpoints=["full"]), "must be a block model"), (dict(checkpoints=[]), "there is nothing to compare"), (dict(prompts=10 ** 6), "lower prompts"),
-    (dict(decoders=["random:x"]), "write name:number"), (dict(decoders=["worst"]), "decoder must be one of")])
+    (dict(checkpoints=["full"]), "must be a block model"),
+    (dict(checkpoints=[]), "there is nothing to compare"),
+    (dict(prompts=10 ** 6), "lower prompts"),
+    (dict(decoders=["random:x"]), "write name:number"),
+    (dict(decoders=["worst"]), "decoder must be one of")])
 def test_what_cannot_be_compared_is_a_sentence(three, monkeypatch, change, message):
     monkeypatch.chdir(three)
     for name, value in change.items():

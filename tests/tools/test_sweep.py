@@ -1,6 +1,7 @@
-"""Many runs side by side: choosing, failing, interrupting, drawing. Tiny models on a tiny corpus."""
+"""tools/sweep.py picks learning rates, survives failures and interrupts, and draws. Tiny models on a tiny corpus."""
 import contextlib
 import glob
+import io
 import json
 import os
 import signal
@@ -14,12 +15,12 @@ from unittest.mock import Mock
 import pytest
 
 from configurator import ConfigError, UserError, configure, settings_of
-from conftest import ROOT, TINY, Child, read_log
+from conftest import ROOT, TINY, Child, as_config, read_log
 from tools import sweep
 
 
 class Process(Child):
-    """What sweep.py starts, forked from a process that has imported torch."""
+    """Stands for subprocess.Popen in sweep.py. It forks a process that has imported torch, which is faster."""
 
     def __init__(self, command, stdout, **how):
         self.start((os.path.relpath(command[1], ROOT), *command[2:]), {}, [stdout.name] * 2)
@@ -46,9 +47,7 @@ def _settings_put_back():
 def config(corpus, tmp_path_factory):
     """TINY as a config file."""
     path = tmp_path_factory.mktemp("config") / "tiny_mamba_h.py"
-    pairs = [word[2:].partition("=") for word in TINY]
-    path.write_text("".join(f"{key} = {value if value[0].isdigit() else repr(value)}\n"
-                            for key, _, value in pairs) + f"data = {corpus!r}\n")
+    path.write_text(as_config(TINY) + f"data = {corpus!r}\n")
     return str(path)
 
 
@@ -60,24 +59,21 @@ def run(*argv):
 
 
 def grid(config, out, *more):
-    """Two runs, of which one fails, with the better of two learning rates."""
+    """A sweep of two runs, each with the better of two learning rates. The second one fails."""
     run(f"--runs=['{config}', '{config} block_len=7']", "--learning_rates=[1e-5, 3e-2]", "--pick_iters=3",
         "--runs_per_gpu=2", f"--out_dir={out}", "--eval_settings=mc=2 sequences=4", *more)
 
 
 @pytest.fixture(scope="module")
 def swept(config, tmp_path_factory):
-    """The folder of such a sweep, what it printed to stderr, and its exit."""
+    """The folder of such a sweep, what it printed to stderr and to stdout, and how it ended."""
     out, before = str(tmp_path_factory.mktemp("sweep") / "out"), settings_of(vars(sweep))
-    errors, printed = sys.stderr, sys.stdout
-    try:
-        with open(f"{out}.txt", "w") as sys.stderr, open(f"{out}.table", "w") as sys.stdout:
-            with pytest.raises(SystemExit) as stopped:
-                grid(config, out)
-    finally:
-        sys.stderr, sys.stdout = errors, printed
-        vars(sweep).update(before)
-    return out, open(f"{out}.txt").read(), open(f"{out}.table").read(), str(stopped.value)
+    errors, table = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(table):
+        with pytest.raises(SystemExit) as stopped:
+            grid(config, out)
+    vars(sweep).update(before)
+    return out, errors.getvalue(), table.getvalue(), str(stopped.value)
 
 
 def test_the_grid_picks_the_rate_of_the_lower_loss(swept):
@@ -108,14 +104,19 @@ def test_what_is_done_is_not_done_again_and_other_settings_are_refused(swept, co
     assert [os.stat(f).st_mtime_ns for f in made] == times
     with pytest.raises(ConfigError, match="another seed"):
         grid(config, swept[0], "--settings=seed=2")
-    with pytest.raises(ConfigError, match="another .*seed"):                # nor shown, where all is done
+    with pytest.raises(ConfigError, match="another .*seed"):                # even if every run has ended
         run(f"--runs=['{config}']", f"--out_dir={swept[0]}", "--settings=seed=2", "--eval_settings=mc=2 sequences=4")
 
 
 @pytest.mark.parametrize("argv, message", [
-    (["--runs=['']"], "does not exist"), (["--runs=['a \"b']"], "cannot be split"), (["--runs_per_gpu=0"], "at least 1"),
-    (["--learning_rates=abc"], "above 0"), (["--eval_settings=mcc=1"], "no setting 'mcc'"),
-    (["--table=/dev/null/t.json"], "cannot be written"), (["--figure=/x/../"], "must be one of .png"), (["--figure=/dev/null/x.png"], "cannot be written")])
+    (["--runs=['']"], "does not exist"),
+    (["--runs=['a \"b']"], "cannot be split"),
+    (["--runs_per_gpu=0"], "at least 1"),
+    (["--learning_rates=abc"], "above 0"),
+    (["--eval_settings=mcc=1"], "no setting 'mcc'"),
+    (["--table=/dev/null/t.json"], "cannot be written"),
+    (["--figure=/x/../"], "must be one of .png"),
+    (["--figure=/dev/null/x.png"], "cannot be written")])
 def test_what_cannot_work_is_refused_before_any_run(tmp_path, argv, message):
     with pytest.raises(ConfigError, match=message):
         run(f"--out_dir={tmp_path}/out", *argv)
@@ -134,7 +135,7 @@ def test_an_unreadable_evaluation_loses_no_other_row(swept, config):
             assert "eval.json is missing or cannot be read" in row["error"] and row["val_loss"]
     finally:
         open(report, "w").write(whole)
-    sweep.eval_settings = "mc=1"                        # of an evaluation by other settings, likewise
+    sweep.eval_settings = "mc=1"                        # an evaluation with other settings does not count either
     assert run.report is None
 
 
@@ -209,20 +210,20 @@ def test_of_settings_given_twice_the_later_wins_and_values_may_hold_spaces(confi
         sweep.Run(f"{config} sead=1")
 
 
-@pytest.mark.parametrize("name", ["87m", "novels"])
-def test_the_sweeps_of_config_name_configs_and_settings_that_exist(name, monkeypatch):
+@pytest.mark.parametrize("name, n_runs", [("87m", 20), ("novels", 19), ("web_87m", 31)])
+def test_the_sweeps_of_config_name_configs_and_settings_that_exist(name, n_runs, monkeypatch):
     monkeypatch.chdir(ROOT)
     configure(vars(sweep), [f"config/sweep/{name}.py"])
     tries, chosen = sweep.plan()
     everything = [run for some in tries.values() for run in some] + chosen
-    assert len({run.folder for run in everything}) == len(everything) == {"87m": 20, "novels": 19}[name]
+    assert len({run.folder for run in everything}) == len(everything) == n_runs
     import eval as eval_module
     configure(settings_of(vars(eval_module)), [f"--{word}" for word in sweep.eval_settings.split()])
 
 
 @pytest.fixture
 def started(monkeypatch):
-    """Whatever a sweep starts ends at once. A list of (run, script) that were started."""
+    """The list of (run, script) that a sweep starts. Each ends at once, without an error."""
     order = []
 
     def start(run, script, *rest):
@@ -235,7 +236,7 @@ def started(monkeypatch):
 
 
 class Stub:
-    """A run of a sweep. Its training logs what it is to log, or never does."""
+    """A run of a sweep. logs: whether its training ends with the last validation in its log."""
     trained, error, name = False, "", "stub"
 
     def __init__(self, folder, logs):
@@ -250,7 +251,7 @@ class Stub:
 
 
 def test_a_run_is_evaluated_before_the_next_one_is_trained(tmp_path, started):
-    """What is cut off then loses whole runs, and not all evaluations."""
+    """So a sweep that is cut off has evaluated all runs that it has trained."""
     a, b = Stub(tmp_path, True), Stub(tmp_path, True)
     sweep.run_all([a, b], True, types.SimpleNamespace(n=0), lambda: 0)
     assert started == [(a, "train"), (a, "eval"), (b, "train"), (b, "eval")]
@@ -277,8 +278,8 @@ def test_a_run_is_compared_by_its_last_validation_alone(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(sweep.DIE_WITH is None, reason="only Linux ends a process with the one that started it")
 def test_a_killed_sweep_leaves_no_training_behind(tmp_path):
-    run_of = types.SimpleNamespace(
-        path=lambda name: str(tmp_path / name), command=lambda script: [sys.executable, "-c", "import time; time.sleep(99)"])
+    run_of = types.SimpleNamespace(path=lambda name: str(tmp_path / name),
+                                   command=lambda script: [sys.executable, "-c", "import time; time.sleep(99)"])
     child = os.fork()
     if not child:
         (tmp_path / "pid").write_text(str(sweep.start(run_of, "train", [], 1).pid))
