@@ -4,7 +4,7 @@ tab:inference-throughput), and compares each heavy operation with a library and 
 
     python bench.py train         # 350M, 8192 tokens; or torchrun --nproc_per_node=8 bench.py train
     python bench.py sample        # 700M, batch 1, p = 16; some rows: --lengths=[1024,65536]
-    python bench.py ops           # some operations: --only=['scan']
+    python bench.py ops           # some operations: --only=scan,mixer
     python bench.py plot FILE...  # figures in assets/ from files that --out=FILE wrote
 
 Compilation, capture and warm-up are not part of the measured time. Every run prints hardware, clocks, versions and
@@ -30,7 +30,7 @@ from parallel import (Parallel, ShardedAdamW, ampere, compile_layers, described,
 from sample import open_engine
 
 # -- settings --
-only = []                               # config files or operations, e.g. ['mamba_h_350m']; []: all
+only = []                               # config files or operations, e.g. mamba_h_350m,attention_350m; []: all
 lengths = []                            # generated lengths; []: the paper's
 batch = [1]                             # batch sizes of `sample`; batch x length is at most the longest length
 whole = [256, 1024, 8192, 32768, 65536] # lengths that block models generate from start to end
@@ -214,7 +214,7 @@ def bench_sample(parallel):
                 paper_speed = paper.SAMPLE.get(name.removesuffix("_700m"), {}).get(row["length"]) if b == 1 else None
                 row |= dict(config=name, batch=b)
                 yield dict(row, **limit_of_step(row, model, ceilings), paper=paper_speed)
-    names, longest = models("700m", dev)[::-1], max(lengths, default=0)
+    names, longest = models("700m", dev), max(lengths, default=0)
     for name in names:
         if longest > (most := config_from_file(name).rope_capacity):
             raise ConfigError(f"lengths must be at most {most}, the rotary capacity of {name}, but one is {longest}")
@@ -330,14 +330,15 @@ def step_work(c, b, l, prefix, p, width):
         leave, through_mlp = (p, p) if last else (enter, l + commit * l)
         if i % c.attn_every == 0:
             # Weights of keys and values; weights of queries and output; values read from the cache.
-            before, after, read = 2 * d * d, 2 * d * d, 2 * prefix * d
+            weights_before, weights_after, cached = 2 * d * d, 2 * d * d, 2 * prefix * d
             flops += 4 * leave * (prefix + l) * d
         else:
             # Both directions: weights before the scan; weights after it. Values of the cached state.
-            before, after, read = 2 * d * (2 * di + 2 * n + di // c.mamba_head_dim), 2 * di * d, n * di
+            weights_before = 2 * d * (2 * di + 2 * n + di // c.mamba_head_dim)
+            weights_after, cached = 2 * di * d, n * di
             flops += 2 * enter * (2 * chunk * n + 2 * chunk * di + 4 * n * di)
-        flops += 2 * (enter * before + leave * after + through_mlp * 8 * d * d)
-        values += before + after + 8 * d * d + b * read
+        flops += 2 * (enter * weights_before + leave * weights_after + through_mlp * 8 * d * d)
+        values += weights_before + weights_after + 8 * d * d + b * cached
     return b * flops, width * values
 
 

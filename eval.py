@@ -158,22 +158,22 @@ class Row:
     weight: float                       # the factor of their -log p in the cost
 
 
-def maskings(places, noise):
+def maskings(indices, noise):
     """
     Which tokens of an answer are masked and scored together: a list of ([their indices in the answer], weight).
-    places: the range of indices in the answer that lie in one block.
+    indices: the range of indices in the answer that lie in one block.
 
     noise None (pll): each token alone, with weight 1. Otherwise (nelbo) noise (mc, 2, m) is uniform on [0, 1), and m is
     at least the length of the answer. Sample j takes a t for the block from the j-th of mc strata, masks each token
     with probability t, and has weight 1 / (t mc). A sample that masks nothing adds nothing, and is left out.
     """
     if noise is None:
-        return [([place], 1.0) for place in places]
+        return [([index], 1.0) for index in indices]
     mc = len(noise)
     # The t of each sample. The first token of the block chooses the noise, so that another block has another t.
-    levels = 1e-3 + (1 - 1e-3) * (np.arange(mc) + noise[:, 0, places.start]) / mc       # (mc,)
-    is_masked = noise[:, 1, places.start:places.stop] < levels[:, None]        # (mc, len(places))
-    return [([places[i] for i in mask.nonzero()[0]], 1 / (t * mc))
+    levels = 1e-3 + (1 - 1e-3) * (np.arange(mc) + noise[:, 0, indices.start]) / mc       # (mc,)
+    is_masked = noise[:, 1, indices.start:indices.stop] < levels[:, None]      # (mc, len(indices))
+    return [([indices[i] for i in mask.nonzero()[0]], 1 / (t * mc))
             for mask, t in zip(is_masked, levels) if mask.any()]
 
 

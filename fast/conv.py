@@ -7,7 +7,7 @@ Triton kernels of the short causal convolution and its SiLU, with a carried stat
 The convolution is bound by memory, so it is not fused with the scan, which is bound by registers and products.
 
 Without a GPU, Triton's interpreter tests them:    python -m pytest tests/kernels/test_kernels.py -k conv
-Time them on one, in whole models:                 python bench.py train --only=['mamba_h_350m']
+Time them on one, in whole models:                 python bench.py train --only=mamba_h_350m
 """
 from typing import Optional, Tuple
 

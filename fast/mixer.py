@@ -7,7 +7,7 @@ into one tensor. This backward recomputes them (a convolution and a norm, both c
 to its place in one buffer. That needs less memory and fewer passes over it.
 
 Without a GPU, Triton's interpreter tests it:    python -m pytest tests/kernels/test_kernels.py -k mixer
-Time whole models of it on one:                  python bench.py train --only=['mamba_h_350m']
+Time whole models of it on one:                  python bench.py train --only=mamba_h_350m
 """
 from typing import Optional, Tuple
 

@@ -9,7 +9,7 @@ A row is scanned on its own. A long sequence is cut into rows: fast/states.py ca
 replaces ops.ssd_scan. fast/mixer.py uses the same kernels inside a whole Mamba mixer.
 
 Without a GPU, Triton's interpreter tests them:    python -m pytest tests/kernels/test_kernels.py -k scan
-Time them on one:                                  python bench.py ops --only=['scan']
+Time them on one:                                  python bench.py ops --only=scan
 """
 from typing import Optional, Tuple
 
@@ -217,7 +217,7 @@ def forward_kernel(x, steps, B, C, D, s0, y, final, l, h,
 def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
                  sxr, sxl, sxw, sxh, sdr, sdl, sdw, sdh, sBr, sBl, sBw, sCr, sCl, sCw,
                  rows, ssb, ssr, ssh, szr, szl, szw, szh,
-                 n: tl.constexpr, p: tl.constexpr, q: tl.constexpr, ways: tl.constexpr, rest: tl.constexpr):
+                 n: tl.constexpr, p: tl.constexpr, q: tl.constexpr, ways: tl.constexpr, forward_only: tl.constexpr):
     """
     The same y as forward_kernel, and more, for few rows. One program: one tile of q tokens of one (row, way, head). It
     waits for no other program, because it attends to all tokens of the row up to its tile, with L_ij dt_j in place of a
@@ -226,7 +226,7 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
 
     Way 0 is the forward scan, from s0. Way 1, if there are two ways, is the reverse scan: from zeros, from the last
     token of the row to the first. Its pointers start at the last token, and its strides between positions are negative.
-    With `rest` way 1 is not computed, and its y and power are zeros. With z, y becomes y silu(z), and `power`
+    With `forward_only` way 1 is not computed, and its y and power are zeros. With z, y becomes y silu(z), and `power`
     (r, l, ways, h) gets the mean square of that. If `final` is wanted, a program beyond the last tile computes it.
     """
     head, way = tl.program_id(0) % h, tl.program_id(0) // h % ways
@@ -241,7 +241,7 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
     sxl, sdl, sBl, sCl = sxl * sign, sdl * sign, sBl * sign, sCl * sign
     first, step, ok = place(tile, l, q)
     out = ((row * l + end + sign * first) * ways + way) * h + head  # index of (row, first position, way, head)
-    if rest:
+    if forward_only:
         if way == 1:
             store2(y + out * p, step, ok, sign * ways * h * p, kp, tl.zeros((q, p), tl.float32))
             tl.store(power + out + step * (sign * ways * h), tl.zeros((q,), tl.float32), mask=ok)
@@ -253,23 +253,23 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
         if z is not None:
             zq = load2(z + row * szr + way * szw + end * szl + head * szh, first, step, ok, szl * sign, kp)
         # The loop goes back from the tile itself, k = 0, to the start of the row. The exponent of L_ij is
-        # a_i (from the start of the tile) + before (from the start of tile - k to the start of the tile)
+        # a_i (from the start of the tile) + gap (from the start of tile - k to the start of the tile)
         # - ak_j (from the start of tile - k). So for tokens close to each other it is a difference of small numbers.
         _, a, _ = load_dt(dt, first, step, ok, sdl, a_head, bias_head)
-        i, before, yq = tl.arange(0, q), 0.0, tl.zeros((q, p), tl.float32)
+        i, gap, yq = tl.arange(0, q), 0.0, tl.zeros((q, p), tl.float32)
         for k in range(tile + 1):
             first_k, step_k, ok_k = place(tile - k, l, q)
             xk = load2(x, first_k, step_k, ok_k, sxl, kp)
             bk = load2(B, first_k, step_k, ok_k, sBl, kn)
             dtk, ak, total = load_dt(dt, first_k, step_k, ok_k, sdl, a_head, bias_head)
-            before += tl.where(k > 0, total, 0.0)
-            log_L = a[:, None] + (before - ak + tl.log2(dtk))[None, :]
+            gap += tl.where(k > 0, total, 0.0)
+            log_L = a[:, None] + (gap - ak + tl.log2(dtk))[None, :]
             log_L = tl.where(i[:, None] + k * q >= i[None, :], log_L, float("-inf"))
             skip = tl.where(i[:, None] + k * q == i[None, :], d_head, 0.0)  # D, on the diagonal
             scores = dot(cq, tl.trans(bk)) * tl.exp2(log_L) + skip
             yq = dot(scores.to(xk.dtype), xk, yq)
         s = first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n, way == 0)
-        yq += dot(cq, s.to(cq.dtype)) * tl.exp2(a + before)[:, None]
+        yq += dot(cq, s.to(cq.dtype)) * tl.exp2(a + gap)[:, None]
         if z is not None:
             yq *= zq.to(tl.float32) * tl.sigmoid(zq.to(tl.float32))
             tl.store(power + out + step * (sign * ways * h), tl.sum(yq * yq, 1) / p, mask=ok)
@@ -283,7 +283,7 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
             dtk, ak, total = load_dt(dt, first_k, step_k, ok_k, sdl, a_head, bias_head)
             x_end = (xk * (dtk * tl.exp2(total - ak))[:, None]).to(xk.dtype)
             s = dot(tl.trans(bk), x_end, s * tl.exp2(total))
-        last = (row * (1 if rest else ways) + way) * h + head
+        last = (row * (1 if forward_only else ways) + way) * h + head
         tl.store(final + last * p * n + kp[None, :] * n + kn[:, None], s)
 
 
@@ -518,14 +518,14 @@ def walk(x, steps, B, s0=None, states=None, final=None, q=None, adjoint=False):
         *state_view(s0), n=B.shape[-1], p=p, ADJOINT=adjoint, **how)
 
 
-def tiles(x, dt, bias, A, B, C, D, s0, y, z=None, power=None, final=None, rest=False):
+def tiles(x, dt, bias, A, B, C, D, s0, y, z=None, power=None, final=None, forward_only=False):
     """Runs tiles_kernel, see its docstring. Shapes are those of `plain.ssd_scan_both`, but its axis of size 2 has the
     size `ways`, 1 or 2. Writes into y, power and final."""
     (r, l, ways, h, p), how = x.shape, settings("tiles", x)
     tiles_kernel[(r * ways * h, triton.cdiv(l, how["q"]) + (final is not None))](
         x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h, *strides(x, 4), *strides(dt, 4),
         *strides(B, 3), *strides(C, 3), *state_view(s0), *strides(z, 4), n=B.shape[-1], p=p,
-        ways=ways, rest=rest, **how)
+        ways=ways, forward_only=forward_only, **how)
 
 
 def room_for_final(x, B, wanted=True):
@@ -623,6 +623,6 @@ def ssd_scan_pairs(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
     y, power = x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
     b = len(x) // 2                                     # rows before b are finished blocks, from b on active ones
     ends = x.new_empty(b, *x.shape[-2:], B.shape[-1], dtype=torch.float32)     # (b, h, p, n)
-    tiles(x[:b], dt[:b], dt_bias, A, B[:b], C[:b], D, s0, y[:b], z[:b], power[:b], ends, rest=True)
+    tiles(x[:b], dt[:b], dt_bias, A, B[:b], C[:b], D, s0, y[:b], z[:b], power[:b], ends, forward_only=True)
     tiles(x[b:], dt[b:], dt_bias, A, B[b:], C[b:], D, ends, y[b:], z[b:], power[b:])
     return y, power, ends

@@ -8,7 +8,7 @@ Triton kernels of the scan over long sequences. They replace ops.ssd_scan.
 fast/scan.py scans inside a row.
 
 Without a GPU, Triton's interpreter tests them:    python -m pytest tests/kernels/test_kernels.py -k state
-Time them on one, as a part of the scan:           python bench.py ops --only=['scan']
+Time them on one, as a part of the scan:           python bench.py ops --only=scan
 """
 from typing import Optional, Tuple
 

@@ -4,7 +4,7 @@ Attention in training, by FlexAttention. It replaces ops.two_stream_masks and op
 FlexAttention skips the tiles that the mask hides. With 16-bit inputs on Hopper and later GPUs it runs the kernels of
 FlashAttention-4, if that package is installed. Otherwise it runs its own Triton kernels.
 
-    python bench.py ops --only=['attention']                       time it beside libraries
+    python bench.py ops --only=attention                       time it beside libraries
     python -m pytest tests/kernels/test_kernels.py -k two_stream    values and gradients
 """
 import functools

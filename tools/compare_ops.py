@@ -4,7 +4,7 @@ the sizes of 350M training or of 700M generation. Each generator below makes the
 comparisons. bench.py times them and computes how close they come to the hardware's limit.
 
     python bench.py ops                         all operations
-    python bench.py ops --only=['scan']         one operation
+    python bench.py ops --only=scan             one operation
 """
 import contextlib
 import copy

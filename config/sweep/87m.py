@@ -1,6 +1,6 @@
 # The paper's grid (tab:validation-87m-full): four models, five learning rates, 5.000B tokens each.
 #     python -m tools.sweep config/sweep/87m.py
-# 100B tokens in all: about four days on one H200, or half a day on eight, with one run on each.
+# 100B tokens in all: about three days on one H200, or ten hours on eight, with one run on each.
 out_dir = "out/sweep_87m"
 runs = ["config/attention_87m.py", "config/diffumamba_h_87m.py", "config/bdlm_attention_87m.py",
         "config/mamba_h_87m.py"]
