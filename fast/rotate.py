@@ -1,6 +1,6 @@
 """
-Triton kernel: the rotary rotation of one block's queries and keys, in one pass. It replaces plain.rotate_both. Inference
-only.
+Triton kernel: the rotary rotation of one block's queries and keys, in one pass. It replaces plain.rotate_both.
+Inference only.
 
 Without a GPU, Triton's interpreter tests it:    python -m pytest tests/kernels/test_kernels.py -k rotates
 """

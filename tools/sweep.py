@@ -375,7 +375,8 @@ def differences(results):
     groups = {}
     for r in results:
         if r.get("nats") and r.get("eval"):
-            groups.setdefault(without_seed(r["name"]), []).append(np.array(r["nats"]) / (r["eval"]["tokens"] / len(r["nats"])))
+            tokens = r["eval"]["tokens"] / len(r["nats"])       # of a sequence
+            groups.setdefault(without_seed(r["name"]), []).append(np.array(r["nats"]) / tokens)
     order = sorted(groups, key=lambda name: np.mean(groups[name]))
     rows = []
     for better, worse in zip(order, order[1:]):

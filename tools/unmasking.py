@@ -95,7 +95,8 @@ def svg(found):
     places, styles = list(placed(pieces)), []
     for step in sorted(set(found["steps"])):
         at = 100 * (0.05 + 0.6 * step / max(last, 1))
-        styles.append(f".s{step}{{animation:k{step} {whole:g}s infinite}}.m{step}{{animation:h{step} {whole:g}s infinite}}"
+        styles.append(f".s{step}{{animation:k{step} {whole:g}s infinite}}"
+                      f".m{step}{{animation:h{step} {whole:g}s infinite}}"
                       f"@keyframes k{step}{{0%,{at:.2f}%{{opacity:0}}{at + 1.5:.2f}%,100%{{opacity:1}}}}"
                       f"@keyframes h{step}{{0%,{at:.2f}%{{opacity:.35}}{at + 1.5:.2f}%,100%{{opacity:0}}}}")
     rows = []
@@ -104,14 +105,15 @@ def svg(found):
         width = len(text) * WIDE
         if step is not None:
             bare = len(text) - len(text.lstrip(" "))    # leading spaces stay uncovered
-            rows.append(f'<rect x="{x + bare * WIDE + 1:.1f}" y="{y - 11}" width="{max(width - bare * WIDE - 2, 2):.1f}" '
-                        f'height="12" rx="2" class="m{step}"/>')
+            left, covered = x + bare * WIDE + 1, max(width - bare * WIDE - 2, 2)
+            rows.append(f'<rect x="{left:.1f}" y="{y - 11}" width="{covered:.1f}" height="12" rx="2" class="m{step}"/>')
         name = "p" if step is None else f"t s{step}"
         rows.append(f'<text x="{x:.1f}" y="{y}" textLength="{width:.1f}" class="{name}">{escape(text)}</text>')
     size = 2 * MARGIN + columns * WIDE, 2 * MARGIN + (max(place[0] for place in places) + 1) * HIGH
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]:.0f} {size[1]}" xml:space="preserve">'
-            f"<style>text{{font:13px ui-monospace,Menlo,Consolas,monospace;white-space:pre}}.p{{fill:#777}}.t{{fill:#111}}"
-            f"rect{{fill:#b2182b;opacity:0}}@media(prefers-color-scheme:dark){{.p{{fill:#999}}.t{{fill:#eee}}rect{{fill:#e0605f}}}}"
+            f"<style>text{{font:13px ui-monospace,Menlo,Consolas,monospace;white-space:pre}}"
+            f".p{{fill:#777}}.t{{fill:#111}}rect{{fill:#b2182b;opacity:0}}"
+            f"@media(prefers-color-scheme:dark){{.p{{fill:#999}}.t{{fill:#eee}}rect{{fill:#e0605f}}}}"
             f"{''.join(styles)}</style>{''.join(rows)}</svg>\n")
 
 
