@@ -263,7 +263,7 @@ def block_rows(model, new_decoder, b, ladder):
                    prefixes=prefixes, block_ms=[1000 * s for s in seconds], **about)
         if length in whole:
             whole_s = statistics.median(generation_s(decoder, cache, masks, -(-length // l))
-                                        for _ in range(max(1, 8192 // length)))
+                                        for _ in range(min(8, max(1, 8192 // length))))
             row.update(integrated=row["tok_per_s"], how="whole", tok_per_s=b * length / whole_s)
         yield row
 
