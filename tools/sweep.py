@@ -32,18 +32,13 @@ import train
 from data import TokenData, prepare_stdlib
 from eval import print_table
 from files import check_file, misfit, read_record, write_file
-from paper import MODELS, transfer_lr
+from paper import MODELS
 from parallel import ROOT, hardware, pick_device
 
 # ---------------------------------------------------------------------------------------------
 # Settings
 out_dir = "out/sweep"
 runs = []                               # each is a config file of train.py and settings: "FILE a=1 b=2"
-learning_rates = []                     # learning rates to try; []: the one in the config file
-pick_iters = 0                          # 0: run everything with every learning rate. Above 0: try the rates in runs of
-                                        # this many steps, and use the best one for all runs of that config file
-transfer_rate = False                   # multiply the picked rate by sqrt(pick_iters / max_iters), the paper's rule
-                                        # for a longer run (paper.transfer_lr)
 settings = ""                           # of all runs, as in "data=data/mine seed=1"; a run's own settings win
 gpus_per_run = 1                        # GPUs of one run (on a CPU: processes)
 runs_per_gpu = 1                        # runs that share a GPU, for small models
@@ -74,18 +69,18 @@ COLUMNS = {"parameters": ("parameters", ","), "rate": ("learning_rate", "g"), "t
 
 class Run:
     """
-    One training run: a config file, settings, and an output folder. Settings of the run itself override `picked`,
-    which override the settings of all runs. The folder's run.json holds the settings, "trained": true after a
-    successful training, and "evaluated": the eval_settings of a successful evaluation.
+    One training run: a config file, settings, and an output folder. Settings of the run itself override those of all
+    runs. The folder's run.json holds the settings, "trained": true after a successful training, and "evaluated": the
+    eval_settings of a successful evaluation.
     """
 
-    def __init__(self, line, *picked):
-        self.line, self.error = line, ""
+    def __init__(self, line):
+        self.error = ""
         self.file, *own = split(line) or [""]
         self.base = os.path.splitext(os.path.basename(self.file))[0]
         self.name = " ".join([self.base, *own])
         self.folder = os.path.join(out_dir, re.sub(r"[^\w.+-]", "-", self.name.replace(" ", "+")))
-        words = {word.partition("=")[0]: word for word in [*split(settings), *picked, *own]}
+        words = {word.partition("=")[0]: word for word in [*split(settings), *own]}
         self.words = [self.file, *(f"--{word}" for word in words.values())]
         self.settings = configure(settings_of(vars(train)), self.words)
 
@@ -236,11 +231,11 @@ def start(run, script, place, threads):
                                 preexec_fn=DIE_WITH and functools.partial(DIE_WITH, 1, signal.SIGTERM))
 
 
-def run_all(todo, evaluate, bar, done):
+def run_all(todo, bar, done):
     """
-    Trains the runs, in parallel on all places. If `evaluate`, evaluates each right after its training. done() is the
-    position of the progress bar. If a run fails, the reason goes into its `error`, and the others continue. On a
-    signal, terminates all processes (train.py saves a checkpoint), waits for them, and raises KeyboardInterrupt.
+    Trains the runs, in parallel on all places, and evaluates each right after its training. done() is the position of
+    the progress bar. If a run fails, the reason goes into its `error`, and the others continue. On a signal, terminates
+    all processes (train.py saves a checkpoint), waits for them, and raises KeyboardInterrupt.
     """
     waiting, running, free, again = list(todo), {}, places(), set()
     threads = max(1, (os.cpu_count() or 1) // (len(free) * gpus_per_run))
@@ -259,7 +254,7 @@ def run_all(todo, evaluate, bar, done):
                     if run in again and not run.trained:
                         run.error = (f"{run.name}: train.py ended twice without the last validation in "
                                      f"{run.path('log.jsonl')}; move {run.folder} away and start again")
-                    elif script == "train" and (evaluate or not run.trained):
+                    elif script == "train":
                         again.add(run)
                         waiting.insert(0, run)
                 elif not stop:
@@ -272,54 +267,6 @@ def run_all(todo, evaluate, bar, done):
                 for process in running:
                     process.wait()
                 raise KeyboardInterrupt
-
-
-def finish(todo, everything, evaluate):
-    """Trains and, if `evaluate`, evaluates the runs of `todo` for which this is not done yet. The progress bar counts
-    the steps of all runs in `everything`."""
-    def done():
-        return sum(run.steps for run in everything) + EVALUATION * sum(bool(run.report) for run in counted)
-
-    todo = [run for run in todo if not run.error]
-    for run in todo:
-        run.claim()
-    todo = [run for run in todo if not (run.trained and (run.report or not evaluate))]
-    counted = todo if evaluate else []
-    if todo:
-        total = sum(run.settings["max_iters"] for run in everything) + EVALUATION * len(counted)
-        with tqdm(desc="training and evaluation" if evaluate else "choice of rates", total=total, initial=done(),
-                  unit="step", unit_scale=True, smoothing=0) as bar:
-            run_all(todo, evaluate, bar, done)
-
-
-def plan():
-    """
-    Returns ({config file: short runs that try learning rates}, runs of the table). With pick_iters = 0 there are no
-    short runs, and the table has every run with every rate. A short run warms up for the same share of its steps.
-    """
-    tried = [f"learning_rate={rate:g}" for rate in learning_rates]
-    if not pick_iters:
-        return {}, [Run(f"{line} {rate}") for line in runs for rate in tried or [""]]
-    chosen = [Run(line) for line in runs]
-    def short(run):
-        warmup = run.settings["warmup_iters"] * pick_iters // run.settings["max_iters"]
-        return [f"max_iters={pick_iters}", f"eval_interval={pick_iters}", f"warmup_iters={warmup}"]
-    return {run.file: [Run(f"{shlex.quote(run.file)} {rate}", *short(run)) for rate in tried]
-            for run in chosen}, chosen
-
-
-def with_best_rate(run, tries):
-    """The run with the learning rate of the try with the lowest validation loss, perhaps transferred to the longer
-    run. If a try failed, no rate is picked, and the run gets an error."""
-    lost = [t for t in tries if not t.trained]
-    if lost:
-        run.error = f"{run.name}: no learning rate was picked, because {lost[0].name} failed"
-    if lost or not tries:
-        return run
-    rate = min(tries, key=lambda t: t.points[-1]["val"]).settings["learning_rate"]
-    if transfer_rate:
-        rate = transfer_lr(rate, width=1, depth=1, batch=1, tokens=run.settings["max_iters"] / pick_iters)
-    return Run(run.line, f"learning_rate={rate:.3g}")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -469,9 +416,7 @@ def picture(results, path, repetitions=()):
 
 def check_settings():
     """Raises ConfigError for wrong settings before any run starts."""
-    check(globals(), least=dict(gpus_per_run=1, runs_per_gpu=1, pick_iters=0))
-    if not all(isinstance(rate, (int, float)) and rate > 0 for rate in learning_rates):
-        raise ConfigError(f"learning_rates must be numbers above 0, but is {learning_rates}")
+    check(globals(), least=dict(gpus_per_run=1, runs_per_gpu=1))
     configure(settings_of(vars(evaluation)), [f"--{word}" for word in split(eval_settings)])
     check(dict(figure=os.path.splitext(figure or "x.png")[1]), choices=dict(figure=(".png", ".pdf", ".svg")))
     check_file("table", table, rb'\{\s*"runs"')
@@ -479,38 +424,38 @@ def check_settings():
 
 
 def train_and_evaluate():
-    """Does all runs. Returns the content of the JSON table, and the errors of runs that try learning rates."""
-    tries, chosen = plan()
-    picking = [run for some in tries.values() for run in some]
-    names = [run.folder for run in [*picking, *chosen]]
+    """Does all runs. Returns the content of the JSON table."""
+    every = [Run(line) for line in runs]
+    names = [run.folder for run in every]
     if not names:
         raise ConfigError("there are no runs; name a file that lists some, such as config/sweep/novels.py")
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"two runs would write {twice.pop()}; give them different settings")
-    for run in chosen:
+    for run in every:
         if run.settings["data"] == "data/stdlib":
             prepare_stdlib()                            # once here; else all runs would prepare it at the same time
         TokenData(run.settings["data"], "train", run.settings["tokenizer"])
-    finish(picking, [*picking, *chosen], evaluate=False)
-    chosen = [with_best_rate(run, tries.get(run.file, [])) for run in chosen]
-    finish(chosen, [*picking, *chosen], evaluate=True)
-    rates = {run.base: {} for run in picking}
-    for run in picking:
-        rates[run.base][f"{run.settings['learning_rate']:g}"] = run.points[-1]["val"] if run.trained else None
-    rows = [summarise(run) for run in chosen]
-    record = dict(runs=rows, rates=rates, differences=differences(rows), gpus=torch.cuda.device_count(),
-                  hardware=hardware(torch.device(pick_device("auto"))))
-    return record, [run.error for run in picking if run.error]
+        run.claim()
+    todo = [run for run in every if not (run.trained and run.report)]
+    done = lambda: sum(run.steps for run in every) + EVALUATION * sum(bool(run.report) for run in every)
+    total = sum(run.settings["max_iters"] + EVALUATION for run in every)
+    if todo:
+        with tqdm(desc="training and evaluation", total=total, initial=done(), unit="step", unit_scale=True,
+                  smoothing=0) as bar:
+            run_all(todo, bar, done)
+    rows = [summarise(run) for run in every]
+    return dict(runs=rows, differences=differences(rows), gpus=torch.cuda.device_count(),
+                hardware=hardware(torch.device(pick_device("auto"))))
 
 
 def main():
     check_settings()
     if draw:
-        paths, errors = draw.split(","), []
+        paths = draw.split(",")
         load = lambda path: json.loads(open(path).read())
         records = [read_record(path, load, RESULTS, "a file that sweep.py wrote", "name another") for path in paths]
     else:
-        record, errors = train_and_evaluate()
+        record = train_and_evaluate()
         paths, records = [table or os.path.join(out_dir, "sweep.json")], [record]
         write_json(paths[0], record)
     path, (results, *repetitions) = paths[0], [record["runs"] for record in records]
@@ -521,7 +466,7 @@ def main():
     show_differences(differences(results))
     picture(results, png, repetitions)
     print(f"wrote {png}" if draw else f"wrote {path} and {png}")
-    errors += [r["error"] for r in results if "error" in r]
+    errors = [r["error"] for r in results if "error" in r]
     if errors and not draw:
         print(*errors, sep="\n", file=sys.stderr)
         sys.exit("sweep.py: some runs failed; mend that and start again: finished runs are kept")

@@ -2,7 +2,6 @@
 #     python -m tools.sweep config/sweep/87m.py
 # 100B tokens in all: about three days on one H200, or ten hours on eight, with one run on each.
 out_dir = "out/sweep_87m"
-runs = ["config/attention_87m.py", "config/diffumamba_h_87m.py", "config/bdlm_attention_87m.py",
-        "config/mamba_h_87m.py"]
-learning_rates = [5e-4, 1e-3, 2e-3, 4e-3, 8e-3]
+runs = [f"config/{model}_87m.py learning_rate={rate}" for rate in (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+        for model in ("attention", "diffumamba_h", "bdlm_attention", "mamba_h")]
 eval_settings = "mc=1 sequences=256"    # the paper's protocol; add data=data/c4 to use its text
