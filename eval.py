@@ -1,6 +1,6 @@
 """
 Evaluates all four models by one protocol: NELBO perplexity, bits per byte and masked-token accuracy
-(eq. nelbo-ppl-background), six question sets, and generated text, with standard errors.
+(eq. nelbo-ppl-background) and six question sets, with standard errors. tools/quality.py scores generated text.
 
     python eval.py                          # out/ckpt.pt, on validation text of the data it was trained on
     python eval.py --checkpoint out/mamba_h_87m --data data/c4,data/paloma --mcqa data/mcqa
@@ -19,8 +19,6 @@ import functools
 import itertools
 import json
 import math
-import os
-import sys
 import time
 from pathlib import Path
 
@@ -29,9 +27,7 @@ import torch
 
 import paper
 import sample
-from data import (TokenData, batches, bits_per_byte, load_questions, noise_generators, noise_seeds, sha256,
-                  task_paths)
-from decoders import Sampler
+from data import TokenData, batches, bits_per_byte, load_questions, noise_generators, sha256, task_paths
 from files import check_file, write_file
 from model import ModelError, cast_for_inference
 from nelbo import masked_cross_entropy, nelbo_counts, progress
@@ -51,12 +47,6 @@ mcqa = ""                               # a folder made by python data.py mcqa
 tasks = []                              # some of its tasks; []: all
 score = "pll"                           # pll or nelbo, see above; nelbo always stratifies t
 limit = 0                               # questions per task, chosen at random by seed; 0: all
-# generated text
-generate = 0                            # continuations to sample; 0: none
-prompt_len = 32                         # tokens of validation text that each continuation starts from
-length = 256                            # tokens of each continuation
-tokens_per_step = 0                     # p, tokens revealed per step; 0: a sixteenth of a block
-judge = ""                              # a second checkpoint, whose NELBO of the generated text is reported
 # system
 batch_size = 8                          # sequences at a time; questions: batch_size * the model's seq_len tokens
 seed = 1337                             # of all noise
@@ -68,11 +58,8 @@ dist_timeout = 300                      # seconds after which a collective that 
 # ---------------------------------------------------------------------------------------------
 
 TABLES = {                              # part of a result: the columns of its table, each as figure:decimals
-    "text": "ppl:2 bpb:4 acc:2 nelbo:4 nelbo_se_noise:4 bytes_per_token:3 documents tokens "
-            "tok_per_s:0",
+    "text": "ppl:2 bpb:4 acc:2 nelbo:4 nelbo_se_noise:4 bytes_per_token:3 documents tokens tok_per_s:0",
     "mcqa": "acc:2 acc_per_token:2 chance:2 majority:2 uniform:2 questions tokens cut tok_per_s:0",
-    "generate": "texts entropy:3 distinct_1:3 distinct_2:3 distinct_3:3 repetition:3 nelbo:3 "
-                "tok_per_s:0",
 }
 
 
@@ -328,67 +315,6 @@ def evaluate_questions(model, tokenizer, parallel):
     return dict(results, macro=macro_average(list(results.values())))
 
 
-# -- generated text ---------------------------------------------------------------------------
-
-def text_figures(tokens):
-    """
-    Statistics of one text, a list of tokens: a dict.
-
-      entropy       of its unigram frequencies, in nats
-      distinct_n    the number of different n-grams over the number of n-grams
-      repetition    the share of tokens that occur among the 16 tokens before them
-    """
-    frequency = np.unique(tokens, return_counts=True)[1] / len(tokens)
-    figures = dict(entropy=float(-(frequency * np.log(frequency)).sum()))
-    for n in (1, 2, 3):
-        grams = [tuple(tokens[i:i + n]) for i in range(len(tokens) - n + 1)]
-        figures[f"distinct_{n}"] = len(set(grams)) / max(1, len(grams))
-    again = [token in tokens[max(0, i - 16):i] for i, token in enumerate(tokens)]
-    return dict(figures, repetition=sum(again) / len(tokens))
-
-
-def continuations(engine, prompts, parallel):
-    """Continues each of the prompts (n, m) by `length` tokens. Returns int64 (n, length) on all ranks: a collective.
-    engine: what sample.open_engine returned."""
-    (n, m), (model, new_decoder) = prompts.shape, engine
-    c, made = model.config, np.zeros((n, length))
-    block = m + length if c.full_sequence else c.block_len
-    mine = range(parallel.rank, n, parallel.world)
-    with progress(parallel, "generation", len(mine) * length, "tok") as bar:
-        for rows in batches(mine, batch_size):
-            sampler = Sampler(noise_seeds(seed, rows), mask_id=c.mask_id,
-                              tokens_per_step=tokens_per_step or max(block // 16, 1))
-            done = sample.generate(model, list(prompts[list(rows)]), length, sampler, new_decoder)
-            made[rows] = torch.stack(done.tokens)[:, m:].cpu()
-            bar.update(len(rows) * length)
-    return gather(parallel, made).astype(np.int64)
-
-
-def evaluate_generation(engine, tokenizer, folder, parallel, judge_model):
-    """
-    Compares generated continuations of validation text with the real ones: {"generated": figures, "validation":
-    figures}, means of `text_figures` over texts, with standard errors. With a judge, `nelbo` is the NELBO of the
-    continuations under the judge given the prompts, in nats per token. A collective.
-    """
-    windows = TokenData(folder, "val", tokenizer.name).sequences(prompt_len + length, generate)
-    prompts, results, started = windows[:, :prompt_len], {}, time.time()
-    made = continuations(engine, prompts, parallel).tolist()
-    seconds = time.time() - started
-    for name, texts in dict(generated=made, validation=windows[:, prompt_len:].tolist()).items():
-        figures = [text_figures(text) for text in texts]
-        if judge_model:
-            questions = [[pair] for pair in zip(prompts.tolist(), texts)]
-            nats = score_answers(judge_model, questions, parallel, "nelbo", seed, mc,
-                                 batch_size * judge_model.config.seq_len, "judge")[:, 0]
-            figures = [dict(f, nelbo=n / length) for f, n in zip(figures, nats)]
-        results[name] = dict(texts=len(texts))
-        for key in figures[0]:
-            value, se = ratio(np.array([f[key] for f in figures]))
-            results[name].update({key: value, f"{key}_se": se})
-    results["generated"].update(seconds=seconds, tok_per_s=len(made) * length / seconds)
-    return results
-
-
 # -- the script -------------------------------------------------------------------------------
 
 def paper_name(model):
@@ -413,59 +339,32 @@ def open_checkpoint(path, dev):
         data=settings.get("data"))
 
 
-def open_judge(tokenizer, dev, dtype):
-    """Loads the checkpoint that the setting `judge` names. Returns the model in evaluation mode, with weights in dtype,
-    and the dict of `open_checkpoint`; (None, None) without a judge. Raises ModelError for another tokenizer."""
-    if not judge:
-        return None, None
-    model, theirs, known = open_checkpoint(judge, dev)
-    if theirs.name != tokenizer.name:
-        raise ModelError(f"the judge reads {theirs.name} tokens and the model writes "
-                         f"{tokenizer.name} tokens; choose a judge with the same tokenizer")
-    return cast_for_inference(model, dtype), known
-
-
-def open_all(path, dev, dtype):
-    """
-    Loads a checkpoint and the judge, and checks that the settings can be served. Returns the model, the judge or None,
-    the tokenizer, the folders of text, and the dict of `open_checkpoint` with the judge's as "judge". Raises
-    ConfigError, DataError or ModelError.
-    """
+def open_with_texts(path, dev):
+    """As `open_checkpoint`, and the folders of text to score: returns the model, its tokenizer, the folders, and the
+    dict. Raises DataError or ModelError for a text that the model cannot score."""
     model, tokenizer, known = open_checkpoint(path, dev)
-    judge_model, known["judge"] = open_judge(tokenizer, dev, dtype)
-    folders, s = data or [known["data"] or "data/stdlib"], seq_len or model.config.seq_len
-    # These calls are here for the errors that they raise.
-    for folder in folders if data or not mcqa else []:
+    folders = data or ([] if mcqa else [known["data"] or "data/stdlib"])
+    for folder in folders:                              # both calls are here for the errors that they raise
+        s = seq_len or model.config.seq_len
         model.config.for_length(s)
         TokenData(folder, "val", tokenizer.name).n_windows(s)
-    for one in filter(None, (model, judge_model)) if generate else ():
-        sample.plan(one.config, [range(prompt_len)], length)
-        if (n := TokenData(folders[0], "val", tokenizer.name).n_tokens) < prompt_len + length:
-            raise ConfigError(f"prompt_len + length is {prompt_len + length} and {folders[0]} has only {n} "
-                              f"validation tokens; choose a smaller length")
-    return model, judge_model, tokenizer, folders, known
+    return model, tokenizer, folders, known
 
 
 def evaluate(path, parallel, half):
     """Runs everything that the settings ask for on one checkpoint. Returns a dict. half: whether to compute in bf16. A
     collective."""
     autocast = functools.partial(torch.autocast, parallel.device.type, torch.bfloat16, enabled=half)
-    weights = torch.bfloat16 if half else torch.float32
-    model, judge_model, tokenizer, folders, result = open_all(path, parallel.device, weights)
+    model, tokenizer, folders, result = open_with_texts(path, parallel.device)
     if parallel.rank == 0:
         print(f"\n{result['checkpoint']}: {result['model']}, {model.n_params:,} parameters, step "
               f"{result['step']}, {tokenizer.name} tokens, sha256 {result['sha256'][:12]}")
-    result["text"] = {folder: evaluate_text(model, tokenizer, folder, parallel, autocast)
-                      for folder in folders if data or not mcqa}
-    # Perplexity has run like train.py's validation: fp32 weights under autocast. What follows runs like sample.py, with
-    # weights in the dtype of the cache and without autocast. A fast engine prepares its own weights from those in fp32,
-    # so it is opened before the cast.
-    engine = sample.open_engine("auto", model, weights) if generate else None
-    cast_for_inference(model, weights)
+    result["text"] = {folder: evaluate_text(model, tokenizer, folder, parallel, autocast) for folder in folders}
     if mcqa:
+        # Perplexity has run like train.py's validation: fp32 weights under autocast. Questions run like sample.py, with
+        # weights in the dtype of the cache and without autocast.
+        cast_for_inference(model, torch.bfloat16 if half else torch.float32)
         result["mcqa"] = evaluate_questions(model, tokenizer, parallel)
-    if generate:
-        result["generate"] = evaluate_generation(engine, tokenizer, folders[0], parallel, judge_model)
     return result
 
 
@@ -490,8 +389,8 @@ def print_table(columns):
 
 
 def print_result(result):
-    """Prints the figures of one checkpoint, one table for each part of TABLES. +- is one standard error over sequences,
-    questions or texts."""
+    """Prints the figures of one checkpoint, one table for each part of TABLES. +- is one standard error over sequences
+    or questions."""
     for part, columns in TABLES.items():
         rows = result.get(part, {})
         keys = [column.partition(":")[::2] for column in columns.split()]
@@ -521,8 +420,8 @@ def print_paper_table(results):
 
 def check_settings():
     """Raises ConfigError or DataError, before any work, for settings that cannot work."""
-    check(globals(), least=dict(sequences=1, mc=1, batch_size=1, prompt_len=1, length=1, seq_len=0,
-                                limit=0, generate=0, tokens_per_step=0, seed=0, dist_timeout=1),
+    check(globals(), least=dict(sequences=1, mc=1, batch_size=1, seq_len=0, limit=0,
+                                seed=0, dist_timeout=1),
           choices=dict(score=("pll", "nelbo"), dtype=("auto", "float32", "bfloat16")))
     for name in ("checkpoint", "data", "tasks"):
         if not all(isinstance(word, str) and word for word in globals()[name]):
@@ -530,8 +429,6 @@ def check_settings():
                               f"a name that is a number is written as ./5")
     if not checkpoint:
         raise ConfigError("there is nothing to evaluate; name a file with --checkpoint=PATH")
-    if judge and not generate:
-        raise ConfigError("a judge scores generated text; add --generate=N")
     if tasks and not mcqa:
         raise ConfigError("tasks are files of a question set; add --mcqa=FOLDER")
     check_file("out", out, rb'\{"eval"')
@@ -559,7 +456,7 @@ def main():
               f"{machine['torch']} | {line} | seed {seed}, {mc} noise samples"
               f"{', stratified' if stratified else ''}", flush=True)
     for path in checkpoint[1:]:                         # an error in the last one should not appear hours later
-        open_all(path, "cpu", torch.float32)
+        open_with_texts(path, "cpu")
     record = functools.partial(as_json, results, "bfloat16" if half else "float32",
                                ranks=parallel.world, kernels=line, hardware=machine)
     try:

@@ -247,7 +247,7 @@ def test_batch_1_batch_8_and_two_processes_give_the_same_digits(corpus, saved, t
     write_rows(tmp_path / "piqa.jsonl", [dict(QUESTION, context="x" * n, choices=[" b" * (n % 3 + 1), " cd"])
                                          for n in range(1, 20)])
     argv = [f"--checkpoint={saved[0]}", f"--data={corpus}", f"--mcqa={tmp_path}",
-            "--sequences=20", "--generate=5", "--prompt_len=9", "--length=20"]
+            "--sequences=20"]
     processes = start_ranks(tmp_path, 2, "eval.py", "--device=cpu", *argv)
     records = [eval_record(*argv, f"--batch_size={size}") for size in (1, 8)]
     for status, _, error in [process.end() for process in processes]:
@@ -257,4 +257,4 @@ def test_batch_1_batch_8_and_two_processes_give_the_same_digits(corpus, saved, t
     for figures in others:
         assert figures == pytest.approx(first, rel=1e-5)
     assert [record["ranks"] for record in records] == [1, 1, 2]
-    assert len(first) > 50 and len(set(first.values())) > 30 and first["mcqa/piqa/acc"] not in (0, 50, 100)
+    assert len(first) > 30 and len(set(first.values())) > 20 and first["mcqa/piqa/acc"] not in (0, 50, 100)

@@ -62,6 +62,12 @@ def repeated(tokens):
     return 1 - len(set(grams)) / len(grams)
 
 
+def entropy(tokens):
+    """The entropy of a text's token frequencies, in nats."""
+    frequency = np.unique(tokens, return_counts=True)[1] / len(tokens)
+    return float(-(frequency * np.log(frequency)).sum())
+
+
 def figures(texts, windows, judge_model, sizes, parallel):
     """Bits per byte, entropy and repetition of texts (n, length), which continue the prompts at the start of windows
     (n, prompt_len + length)."""
@@ -70,7 +76,7 @@ def figures(texts, windows, judge_model, sizes, parallel):
                                     8 * judge_model.config.seq_len, "judge")[:, 0]
     bpb, bpb_se = evaluation.ratio(nats / math.log(2), sizes[texts].sum(1).astype(float))
     return dict(bpb=bpb, bpb_se=bpb_se, repeated=float(np.mean([repeated(text) for text in texts.tolist()])),
-                entropy=float(np.mean([evaluation.text_figures(text)["entropy"] for text in texts.tolist()])))
+                entropy=float(np.mean([entropy(text) for text in texts])))
 
 
 def continued(engine, decoder, windows):

@@ -19,7 +19,7 @@ from checkpoint import save_checkpoint
 from configurator import UserError, configure
 from conftest import QUESTION, all_models, eval_record, make_model, module_of, script, write_rows
 from data import TASKS, DataError, encode_choices, get_tokenizer, load_questions, noise_generators, task_paths
-from eval import credit, text_figures
+from eval import credit
 from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file
 from nelbo import masked_cross_entropy, sequence_nelbo
 from paper import PARAMS, RESULTS
@@ -95,13 +95,6 @@ def test_logits_and_log_sum_exp_are_fp32_whatever_the_model_runs_in():
     assert torch.equal(hits, exact.argmax(-1) == target) and hits.any() and not hits.all()
 
 
-def test_figures_of_a_text():
-    f = text_figures([1, 2, 1, 2])
-    assert f["entropy"] == pytest.approx(math.log(2)) and f["repetition"] == 0.5
-    assert (f["distinct_1"], f["distinct_2"], f["distinct_3"]) == (0.5, pytest.approx(2 / 3), 1)
-    assert text_figures(list(range(17)) + [0, 1])["repetition"] == 0           # 17 tokens back
-
-
 def test_the_paper_is_beside_a_checkpoint_of_its_shape(checkpoints, capsys):
     text = dict(c4=dict(ppl=60.0, ppl_se=1.0, bpb=1.2, acc=12.0))
     results = [dict(model=name, lr=8e-3, text=text) for name in ("mamba_h_87m", "mamba_h")]
@@ -118,10 +111,9 @@ def test_everything_of_two_checkpoints_comes_as_tables_and_one_json_line(corpus,
                    [dict(QUESTION, task=task, choices=choices, gold=i % 2) for i in range(8)])
     status, printed, bars = script(
         "eval.py", f"--checkpoint={checkpoints[0]},{os.path.dirname(checkpoints[1])}", f"--data={corpus}",
-        f"--mcqa={tmp_path}", "--generate=3", "--prompt_len=9", "--length=20", f"--judge={checkpoints[1]}",
-        "--mc=2", "--stratified", f"--out={tmp_path / 'eval.json'}", "--sequences=20", "--device=cpu")
+        f"--mcqa={tmp_path}", "--mc=2", "--stratified", f"--out={tmp_path / 'eval.json'}", "--sequences=20", "--device=cpu")
     assert status == 0
-    for bar in ("perplexity", "winogrande", "generation", "judge"):
+    for bar in ("perplexity", "winogrande"):
         assert re.search(rf"{bar}: +\d+%.*\[\d\d:\d\d<", bars), "no bar with an ETA"
     lines = printed.strip().splitlines()
     record = json.loads(lines[-1])
@@ -130,25 +122,21 @@ def test_everything_of_two_checkpoints_comes_as_tables_and_one_json_line(corpus,
     assert wanted.items() <= record["protocol"].items() and record["ranks"] == 1
     assert {"torch", "python", "name", "device"} <= set(record["hardware"])
     for r, kind, path in zip(record["results"], ("mamba_h", "attention"), checkpoints):
-        text, made = r["text"][corpus], r["generate"]
+        text = r["text"][corpus]
         assert r["sha256"] == hashlib.sha256(open(path, "rb").read()).hexdigest()
-        assert r["judge"]["sha256"] == record["results"][1]["sha256"] and r["tokenizer"] == "bytes"
-        assert r["model"] == kind and text["sequences"] == 20 and text["tokens"] == 20 * 32
+        assert r["model"] == kind and r["tokenizer"] == "bytes" and text["sequences"] == 20 and text["tokens"] == 20 * 32
         assert 0 < text["bytes"] <= text["tokens"] and text["documents"] >= 1 and text["tok_per_s"] > 0
         assert abs(text["nelbo"] - math.log(257)) < 3 * text["nelbo_se"]
         assert {f"{key}_se" for key in ("nelbo", "ppl", "bpb", "acc")} <= set(text)
         assert set(r["mcqa"]) == {*TASKS, "macro"} and r["mcqa"]["boolq"]["majority"] == 50
         assert r["mcqa"]["macro"]["acc"] == r["mcqa"]["macro"]["chance"] == 37.5    # the head is zero
-        assert made["generated"]["texts"] == made["validation"]["texts"] == 3
-        assert made["generated"]["distinct_2"] > made["validation"]["distinct_2"]
-        assert made["generated"]["nelbo"] > 0 and made["validation"]["nelbo_se"] > 0
     head, ours, _ = lines[-4:-1]
     assert "c4 PPL" in head and "MCQA" in head and len(head) == len(ours)
 
 
 def test_what_is_not_asked_for_is_not_done(checkpoints, tmp_path):
     result = eval_record(f"--checkpoint={checkpoints[0]}", "--sequences=2")["results"][0]
-    assert len(result["text"]) == 1 and "mcqa" not in result and "generate" not in result
+    assert len(result["text"]) == 1 and "mcqa" not in result
     write_rows(tmp_path / "piqa.jsonl", [QUESTION, QUESTION])
     result = eval_record(f"--checkpoint={checkpoints[0]}", f"--mcqa={tmp_path}", "--limit=1",
                          "--score=nelbo")["results"][0]
@@ -208,15 +196,10 @@ def test_missing_and_misnamed_question_sets_are_refused(tmp_path):
     ("--tasks=piqa", "add --mcqa=FOLDER"),
     ("--seed=-5", "seed must be at least 0, but is -5"),
     ("--checkpoint={good} --data={corpus},{tmp}/nowhere", "holds no prepared data: run python data.py"),
-    ("--checkpoint={good} --generate=1 --length=270000", "ask for a shorter length"),
-    ("--checkpoint={good} --generate=1 --length=20000", "choose a smaller length"),
-    ("--checkpoint={good} --generate=2 --judge={tmp}/bytes.pt", "300 token ids"),
-    ("--checkpoint={good} --judge={good}", "add --generate=N"),
     ("--checkpoint={good} --out={tmp}", "which cannot be written; name another file"),
     ("--score=best", "one of pll, nelbo"),
     ("--mc=0", "mc must be at least 1, but is 0"),
     ("--checkpoint=[]", "name a file with --checkpoint"),
-    ("--generate=-1", "generate must be at least 0, but is -1"),
     ("--sequence=3", "did you mean sequences")])
 def test_bad_input_is_one_sentence_and_a_non_zero_exit(bad, argv, message):
     status, printed, error = script("eval.py", *argv.format(**bad).split(), "--device=cpu")
@@ -254,13 +237,6 @@ def test_what_was_evaluated_before_a_crash_is_printed_and_written(checkpoints, t
     record = json.loads((tmp_path / "new" / "eval.json").read_text())
     assert [r["checkpoint"] for r in record["results"]] == checkpoints[:1]
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == record
-
-
-def test_a_judge_of_another_tokenizer_is_refused(checkpoints, monkeypatch):
-    monkeypatch.setattr(evaluation, "judge", checkpoints[1])
-    theirs = types.SimpleNamespace(name="gpt2")
-    with pytest.raises(ModelError, match="judge reads bytes tokens and the model writes gpt2"):
-        evaluation.open_judge(theirs, torch.device("cpu"), torch.float32)
 
 
 def test_likelihoods_that_are_not_finite_are_refused():
