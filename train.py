@@ -172,6 +172,11 @@ class Log:
         except OSError:
             pass                                            # a file system without locks
 
+    def close(self):
+        """Closes and unlocks the file."""
+        while self.files:
+            self.files.pop().close()
+
     def write(self, row):
         if self.files:
             try:
@@ -320,6 +325,7 @@ def main():
 
     def end():
         """Ends the process. The exit status is 128 + the signal that stopped it, or 0."""
+        log.close()
         parallel.close()
         sys.exit(128 + stop[0] if stop else 0)
 
@@ -424,6 +430,7 @@ def main():
         except ImportError:
             png = "no loss.png, which needs matplotlib: pip install matplotlib"
         say(f"wrote {path}, {log.path}, {png}")
+    log.close()
     parallel.close()
 
 

@@ -252,8 +252,11 @@ def test_a_refused_setting_leaves_the_log_as_it_was_and_a_torn_line_is_dropped(c
     assert read_log(out)[:len(before)] == before and read_log(out)[-1]["step"] == 6
 
 
-def test_a_run_is_neither_overwritten_nor_trained_twice_at_once(corpus, tmp_path, capsys):
+def test_a_run_is_neither_overwritten_nor_trained_twice_at_once(corpus, tmp_path, capsys, request):
     import fcntl
+    import gc
+    request.addfinalizer(gc.enable)
+    gc.disable()                                        # the log is unlocked at once, not when garbage is collected
     out = str(tmp_path / "out")
     argv = TINY + [f"--data={corpus}", f"--out_dir={out}"]
     run_train(argv)
@@ -261,7 +264,7 @@ def test_a_run_is_neither_overwritten_nor_trained_twice_at_once(corpus, tmp_path
     with pytest.raises(ConfigError, match="ckpt.pt holds a run; add --resume"):
         run_train(argv)
     with open(f"{out}/log.jsonl") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with pytest.raises(ConfigError, match="another process is training in"):
             run_train(argv + ["--resume", "--max_iters=9"])
     assert before == [open(f"{out}/{name}", "rb").read() for name in ("ckpt.pt", "log.jsonl")]
