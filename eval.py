@@ -420,8 +420,7 @@ def print_paper_table(results):
 
 def check_settings():
     """Raises ConfigError or DataError, before any work, for settings that cannot work."""
-    check(globals(), least=dict(sequences=1, mc=1, batch_size=1, seq_len=0, limit=0,
-                                seed=0, dist_timeout=1),
+    check(globals(), least=dict(sequences=1, mc=1, batch_size=1, seq_len=0, limit=0, seed=0, dist_timeout=1),
           choices=dict(score=("pll", "nelbo"), dtype=("auto", "float32", "bfloat16")))
     for name in ("checkpoint", "data", "tasks"):
         if not all(isinstance(word, str) and word for word in globals()[name]):

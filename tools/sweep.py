@@ -435,6 +435,7 @@ def train_and_evaluate():
         if run.settings["data"] == "data/stdlib":
             prepare_stdlib()                            # once here; else all runs would prepare it at the same time
         TokenData(run.settings["data"], "train", run.settings["tokenizer"])
+    for run in every:
         run.claim()
     todo = [run for run in every if not (run.trained and run.report)]
     done = lambda: sum(run.steps for run in every) + EVALUATION * sum(bool(run.report) for run in every)
