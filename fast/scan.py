@@ -72,23 +72,23 @@ def scan_row(s, block_len):
 # Launch settings of each kernel: q, warps, pipeline stages. One warpgroup (4 warps) multiplies 64 rows on Hopper, so
 # q = 64 wastes nothing. A larger q does more work inside chunks and needs more registers than there are.
 TUNE = {
-    "forward": dict(q=64, num_warps=4, num_stages=2),
+    "forward": dict(q=64, num_warps=4, num_stages=1),
     "tiles": dict(q=64, num_warps=4, num_stages=1),
     "walk": dict(q=64, num_warps=4, num_stages=3),
     "after": dict(q=64, num_warps=8, num_stages=3),
     "before": dict(q=64, num_warps=4, num_stages=3),
 }
-FEW, SHORT = 288, 1024  # rows_forward runs tiles_kernel for at most FEW (row, head) pairs and rows of at most SHORT
+# Up to FEW (row, way, head) triples and rows of SHORT tokens, tiles are faster than a walk. On an H200, 256 tokens with
+# two ways of 34 heads take 82 us in tiles and 89 us in a walk for 8 rows, 339 and 274 us for 32.
+FEW, SHORT = 576, 1024
 
 
 def settings(kernel, x):
     """The launch settings of a kernel for x (r, l, h, p), or (r, l, ways, h, p) for "tiles": TUNE, with exceptions for
     shapes, dtypes and GPUs."""
     how = TUNE[kernel]
-    if kernel == "forward" and x.shape[1] > 256:  # few long rows: 602 instead of 678 us on an H200
-        how = how | dict(num_stages=1)
     # Measured on an H200 with Triton 3.6: y is wrong with q = 64 at head dimensions 16 and 32.
-    if kernel == "forward" and x.shape[3] != 64:
+    if kernel == "forward" and x.shape[-1] != 64:
         how = how | dict(q=32)
     if not x.is_cuda:
         return how
@@ -181,53 +181,44 @@ def first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n: tl.constexpr, sto
 
 
 @triton.jit
-def forward_kernel(x, steps, B, C, D, s0, y, final, l, h,
-                   sxr, sxl, sxh, sBr, sBl, sCr, sCl, rows, ssb, ssr, ssh,
-                   n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
-    """y, and the last states into `final` (r, h, p, n) unless that is None. One program: one (row, head). It walks the
-    chunks with the state in registers. Neighbouring programs are heads of one row, so they find their shared B and C in
-    the L2 cache."""
-    row, head = (tl.program_id(0) // h).to(tl.int64), tl.program_id(0) % h
-    chunks, kn, kp = tl.cdiv(l, q), tl.arange(0, n), tl.arange(0, p)
-    x, B, C = x + row * sxr + head * sxh, B + row * sBr, C + row * sCr
-    d_head, all_chunks = tl.load(D + head), tl.num_programs(0) // h * chunks
-    s = first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n)
-    for c in range(chunks):
-        first, step, ok = place(c, l, q)
-        xq = load2(x, first, step, ok, sxl, kp)
-        bq, cq = load2(B, first, step, ok, sBl, kn), load2(C, first, step, ok, sCl, kn)
-        dtq, a, total = load_step_sizes(steps, row * chunks + c, all_chunks, head, h, q)
-        i = c * q + tl.arange(0, q)
-        # L_ij dt_j. As a factor, dt_j would have to be loaded again, in the register layout of columns; as log dt_j it
-        # goes into the exponent. D x_i is part of the same product with x: D is added to the diagonal of the scores.
-        log_L = tl.where(i[:, None] >= i[None, :], a[:, None] - a[None, :], float("-inf"))
-        Ldt = tl.exp2(log_L + tl.log2(dtq)[None, :])
-        skip = tl.where(i[:, None] == i[None, :], d_head, 0.0)
-        scores = dot(cq, tl.trans(bq)) * Ldt + skip  # (q, q)
-        yq = dot(cq, s.to(cq.dtype)) * tl.exp2(a)[:, None]
-        yq = dot(scores.to(xq.dtype), xq, yq)
-        store2(y + ((row * l + first) * h + head) * p, step, ok, h * p, kp, yq)
-        x_end = (xq * (dtq * tl.exp2(total - a))[:, None]).to(xq.dtype)  # dt_j x_j, decayed to the end of the chunk
-        s = dot(tl.trans(bq), x_end, s * tl.exp2(total))
-    if final is not None:
-        tl.store(final + (row * h + head) * p * n + kp[None, :] * n + kn[:, None], s)
+def tile_scores(cq, bk, a, ak, dtk, d_head, apart, q: tl.constexpr):
+    """L_ij (C_i.B_j) dt_j of a tile of q queries i and a tile of q keys j that starts `apart` tokens earlier, and D
+    where i = j. a and ak count from the same token. -> (q, q)"""
+    i, j = tl.arange(0, q)[:, None] + apart, tl.arange(0, q)[None, :]
+    log_L = tl.where(i >= j, a[:, None] + (tl.log2(dtk) - ak)[None, :], float("-inf"))
+    return dot(cq, tl.trans(bk)) * tl.exp2(log_L) + tl.where(i == j, d_head, 0.0)
+
+
+@triton.jit
+def gated(yq, z, first, step, ok, stride, kp, power, h_ways):
+    """y silu(z) of a tile. Stores its mean square over p into `power`."""
+    zq = load2(z, first, step, ok, stride, kp).to(tl.float32)
+    yq *= zq * tl.sigmoid(zq)
+    tl.store(power + step * h_ways, tl.sum(yq * yq, 1) / kp.shape[0], mask=ok)
+    return yq
 
 
 @triton.jit
 def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
                  sxr, sxl, sxw, sxh, sdr, sdl, sdw, sdh, sBr, sBl, sBw, sCr, sCl, sCw,
                  rows, ssb, ssr, ssh, szr, szl, szw, szh,
-                 n: tl.constexpr, p: tl.constexpr, q: tl.constexpr, ways: tl.constexpr, forward_only: tl.constexpr):
+                 n: tl.constexpr, p: tl.constexpr, q: tl.constexpr, ways: tl.constexpr, forward_only: tl.constexpr,
+                 walk: tl.constexpr):
     """
-    The same y as forward_kernel, and more, for few rows. One program: one tile of q tokens of one (row, way, head). It
-    waits for no other program, because it attends to all tokens of the row up to its tile, with L_ij dt_j in place of a
-    softmax. a_i and L_ij count from the start of the row here:
+    The forward pass of the scan, in one of two forms. With `walk`, one program has one (row, way, head) and walks the
+    row chunk by chunk, with the state in registers. Neighbouring programs are heads of one row, so they find their
+    shared B and C in the L2 cache.
+
+    Without `walk`, for few rows, one program has one tile of q tokens. It does more work but waits for no other
+    program, because it attends to all tokens of the row up to its tile, with L_ij dt_j in place of a softmax. a_i and
+    L_ij count from the start of the row here:
         y_i = sum_{j<=i} L_ij (C_i.B_j) dt_j x_j + e^{a_i} C_i s0 + D x_i
+    If `final` is wanted, a program beyond the last tile walks the row for it.
 
     Way 0 is the forward scan, from s0. Way 1, if there are two ways, is the reverse scan: from zeros, from the last
     token of the row to the first. Its pointers start at the last token, and its strides between positions are negative.
     With `forward_only` way 1 is not computed, and its y and power are zeros. With z, y becomes y silu(z), and `power`
-    (r, l, ways, h) gets the mean square of that. If `final` is wanted, a program beyond the last tile computes it.
+    (r, l, ways, h) gets the mean square of that.
     """
     head, way = tl.program_id(0) % h, tl.program_id(0) // h % ways
     row = (tl.program_id(0) // (h * ways)).to(tl.int64)
@@ -248,43 +239,51 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
             return
     a_head, d_head = tl.load(A + way * h + head), tl.load(D + way * h + head)
     bias_head = tl.load(bias + way * h + head) if bias is not None else None
-    if tile * q < l:
+    if z is not None:
+        z += row * szr + way * szw + end * szl + head * szh
+    if walk:
+        if tile > 0:
+            return  # the row has one program
+    elif tile * q < l:
         cq = load2(C, first, step, ok, sCl, kn)
-        if z is not None:
-            zq = load2(z + row * szr + way * szw + end * szl + head * szh, first, step, ok, szl * sign, kp)
         # The loop goes back from the tile itself, k = 0, to the start of the row. The exponent of L_ij is
         # a_i (from the start of the tile) + gap (from the start of tile - k to the start of the tile)
         # - ak_j (from the start of tile - k). So for tokens close to each other it is a difference of small numbers.
         _, a, _ = load_dt(dt, first, step, ok, sdl, a_head, bias_head)
-        i, gap, yq = tl.arange(0, q), 0.0, tl.zeros((q, p), tl.float32)
+        gap, yq = 0.0, tl.zeros((q, p), tl.float32)
         for k in range(tile + 1):
             first_k, step_k, ok_k = place(tile - k, l, q)
             xk = load2(x, first_k, step_k, ok_k, sxl, kp)
             bk = load2(B, first_k, step_k, ok_k, sBl, kn)
             dtk, ak, total = load_dt(dt, first_k, step_k, ok_k, sdl, a_head, bias_head)
             gap += tl.where(k > 0, total, 0.0)
-            log_L = a[:, None] + (gap - ak + tl.log2(dtk))[None, :]
-            log_L = tl.where(i[:, None] + k * q >= i[None, :], log_L, float("-inf"))
-            skip = tl.where(i[:, None] + k * q == i[None, :], d_head, 0.0)  # D, on the diagonal
-            scores = dot(cq, tl.trans(bk)) * tl.exp2(log_L) + skip
+            scores = tile_scores(cq, bk, a, ak - gap, dtk, d_head, k * q, q)
             yq = dot(scores.to(xk.dtype), xk, yq)
         s = first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n, way == 0)
         yq += dot(cq, s.to(cq.dtype)) * tl.exp2(a + gap)[:, None]
         if z is not None:
-            yq *= zq.to(tl.float32) * tl.sigmoid(zq.to(tl.float32))
-            tl.store(power + out + step * (sign * ways * h), tl.sum(yq * yq, 1) / p, mask=ok)
+            yq = gated(yq, z, first, step, ok, szl * sign, kp, power + out, sign * ways * h)
         store2(y + out * p, step, ok, sign * ways * h * p, kp, yq)
-    elif final is not None:  # the program beyond the last tile walks the row as forward_kernel does, without y
+        return
+    if walk or final is not None:
         s = first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n, way == 0)
         for k in range(tl.cdiv(l, q)):
             first_k, step_k, ok_k = place(k, l, q)
             xk = load2(x, first_k, step_k, ok_k, sxl, kp)
             bk = load2(B, first_k, step_k, ok_k, sBl, kn)
             dtk, ak, total = load_dt(dt, first_k, step_k, ok_k, sdl, a_head, bias_head)
+            if walk:
+                ck, out_k = load2(C, first_k, step_k, ok_k, sCl, kn), out + first_k * (sign * ways * h)
+                yk = dot(ck, s.to(ck.dtype)) * tl.exp2(ak)[:, None]
+                yk = dot(tile_scores(ck, bk, ak, ak, dtk, d_head, 0, q).to(xk.dtype), xk, yk)
+                if z is not None:
+                    yk = gated(yk, z, first_k, step_k, ok_k, szl * sign, kp, power + out_k, sign * ways * h)
+                store2(y + out_k * p, step_k, ok_k, sign * ways * h * p, kp, yk)
             x_end = (xk * (dtk * tl.exp2(total - ak))[:, None]).to(xk.dtype)
             s = dot(tl.trans(bk), x_end, s * tl.exp2(total))
-        last = (row * (1 if forward_only else ways) + way) * h + head
-        tl.store(final + last * p * n + kp[None, :] * n + kn[:, None], s)
+        if final is not None:
+            last = (row * (1 if forward_only else ways) + way) * h + head
+            tl.store(final + last * p * n + kp[None, :] * n + kn[:, None], s)
 
 
 @triton.jit
@@ -521,11 +520,15 @@ def walk(x, steps, B, s0=None, states=None, final=None, q=None, adjoint=False):
 def tiles(x, dt, bias, A, B, C, D, s0, y, z=None, power=None, final=None, forward_only=False):
     """Runs tiles_kernel, see its docstring. Shapes are those of `plain.ssd_scan_both`, but its axis of size 2 has the
     size `ways`, 1 or 2. Writes into y, power and final."""
-    (r, l, ways, h, p), how = x.shape, settings("tiles", x)
-    tiles_kernel[(r * ways * h, triton.cdiv(l, how["q"]) + (final is not None))](
+    r, l, ways, h, p = x.shape
+    walk = r * (ways - forward_only) * h > FEW or l > SHORT
+    how = settings("forward" if walk else "tiles", x)
+    # With forward_only a walk needs the other programs too: they write zeros.
+    n_tiles = 1 if walk and not forward_only else triton.cdiv(l, how["q"]) + (final is not None and not walk)
+    tiles_kernel[(r * ways * h, n_tiles)](
         x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h, *strides(x, 4), *strides(dt, 4),
         *strides(B, 3), *strides(C, 3), *state_view(s0), *strides(z, 4), n=B.shape[-1], p=p,
-        ways=ways, forward_only=forward_only, **how)
+        ways=ways, forward_only=forward_only, walk=walk, **how)
 
 
 def room_for_final(x, B, wanted=True):
@@ -539,14 +542,8 @@ def rows_forward(x, steps, B, C, D, s0, return_final=False):
     """`ssd_rows` without gradients. steps: StepSizes. -> y, and the last states, which are empty unless return_final"""
     r, l, h, p = x.shape
     y, final = x.new_empty(x.shape), room_for_final(x, B, return_final)
-    if r * h <= FEW and l <= SHORT:
-        tiles(*(u[:, :, None] for u in (x, steps.dt)), steps.bias, steps.A, B[:, :, None], C[:, :, None],
-              D, s0, y, final=final if return_final else None)
-        return y, final
-    how = settings("forward", x)
-    forward_kernel[(r * h,)](
-        x, steps.of(how["q"]), B, C, D, s0, y, final if return_final else None, l, h,
-        *strides(x, 3), *strides(B, 2), *strides(C, 2), *state_view(s0), n=B.shape[-1], p=p, **how)
+    tiles(*(u[:, :, None] for u in (x, steps.dt)), steps.bias, steps.A, B[:, :, None], C[:, :, None], D, s0, y,
+          final=final if return_final else None)
     return y, final
 
 

@@ -153,6 +153,7 @@ def both_inputs(r, l, dtype, starts, h=3, p=16, n=32):
 @pytest.mark.parametrize("l, few", [(1, 4096), (70, 0), (128, 4096)])
 def test_both_ways_of_generation_equal_the_loop(monkeypatch, l, few, dtype):
     monkeypatch.setattr(conv, "FEW", few)
+    monkeypatch.setattr(scan, "FEW", few)
     r, (x, inputs) = 2, both_inputs(2, l, dtype, 2)
     (got, power), (want, _) = scan.ssd_scan_both(*inputs), plain.ssd_scan_both(*(u.double() for u in inputs))
     assert got.dtype == dtype and error(got, want) < LIMIT[dtype]
@@ -168,8 +169,10 @@ def test_both_ways_of_generation_equal_the_loop(monkeypatch, l, few, dtype):
 
 
 @DTYPES
+@BY_TILES
 @pytest.mark.parametrize("l", [1, 70, 128])
-def test_pairs_of_blocks_equal_the_plain_scans(l, dtype):
+def test_pairs_of_blocks_equal_the_plain_scans(monkeypatch, l, few, dtype):
+    monkeypatch.setattr(scan, "FEW", few)
     inputs = both_inputs(4, l, dtype, 2)[1]
     got, want = scan.ssd_scan_pairs(*inputs), plain.ssd_scan_pairs(*(u.double() for u in inputs))
     assert got[0].dtype == dtype and not got[0][:2, :, 1].any() and not got[1][:2, :, 1].any()
