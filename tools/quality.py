@@ -148,9 +148,13 @@ def picture(record, path):
         label, colour = MODELS.get(max((k for k in MODELS if name.startswith(k)), key=len, default=""), (name, f"C{i}"))
         ax.errorbar([row["tok_per_s"] for row in mine], [row["bpb"] for row in mine],
                     yerr=[row["bpb_se"] for row in mine], fmt="o", ms=4, capsize=2, color=colour, label=label)
+        names = {}                                      # points that coincide share a label; models alternate sides
         for row in mine:
-            ax.annotate(row["decoder"], (row["tok_per_s"], row["bpb"]), (5, 4), textcoords="offset points", fontsize=7,
-                        color=colour)
+            names.setdefault((round(math.log10(row["tok_per_s"]), 1), round(row["bpb"], 2)), []).append(row)
+        for rows_there in names.values():
+            ax.annotate(", ".join(row["decoder"] for row in rows_there),
+                        (rows_there[0]["tok_per_s"], rows_there[0]["bpb"]), (5, -10 if i % 2 else 5),
+                        textcoords="offset points", fontsize=7, color=colour)
     ax.axhline(real["bpb"], color="0.5", ls="--", lw=1)
     ax.annotate("real text", (0.01, real["bpb"]), (0, 3), xycoords=("axes fraction", "data"),
                 textcoords="offset points", color="0.4", fontsize=8)
