@@ -192,9 +192,9 @@ def save_prefix(path, prefix, mark):
 
 
 def load_prefix(path, config, mark):
-    """Reads a Prefix that save_prefix wrote. Its tensors are memory-mapped: they are read from disk when generation
-    copies them. mark: the `fingerprint` of the model that will continue it. Raises UserError for a damaged file, or if
-    other weights, another configuration or another dtype made it."""
+    """Reads a Prefix that save_prefix wrote. Its tensors are memory-mapped. mark: the `fingerprint` of the model
+    that will continue it. Raises UserError for a damaged file, or if other weights, another configuration or another
+    dtype made it."""
     need_cache(config)
     if not os.path.isfile(path):
         raise ModelError(f"there is no saved cache at {path}; make one with --save_cache={path}")
@@ -258,7 +258,7 @@ def export(checkpoint, to, dtype="float32"):
         python checkpoint.py export out/ --to=folder
         python checkpoint.py export out/ckpt.pt --to=folder --dtype=bfloat16
 
-    float32 keeps every bit. bfloat16 halves the size; A, dt and D of Mamba-2 stay in float32.
+    float32 keeps every bit. bfloat16 halves the size; A_log, dt_bias and D of Mamba-2 stay in float32.
     """
     if held := [name for name in EXPORT if os.path.lexists(os.path.join(to, name))]:
         raise ConfigError(f"{to} holds {held[0]} already, which would be lost; name another folder with --to")

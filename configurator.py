@@ -75,7 +75,7 @@ def check_name(name, settings, where):
 
 def fit(name, value, default, where):
     """Returns the value in the type of the setting's default. An int fits a float, a whole float fits an int, lists and
-    tuples fit each other, and anything fits None. Raises ConfigError for a value that does not fit."""
+    tuples fit each other, and a default of None takes any value. Raises ConfigError for a value that does not fit."""
     given, due = type(value), type(default)
     if default is None or given is due:
         return value

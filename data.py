@@ -236,7 +236,7 @@ def stdlib_texts(root):
     paths = []
     for folder, folders, names in os.walk(root):
         folders[:] = [f for f in folders if f not in STDLIB_EXCLUDED and not f.startswith("config-")]
-        paths += [Path(folder, n) for n in names if n.endswith(".py") and not n.startswith("_sysconfigda")]
+        paths += [Path(folder, n) for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata")]
     for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
         try:
             yield name, path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
@@ -310,7 +310,7 @@ def read_meta(path):
         return read_json(path / "meta.json", META)
     if (path / "progress.json").is_file():
         command = read_json(path / "progress.json", {"command": str})["command"]
-        raise DataError(f"{path} is unfinished: run this again and it goes on: {command}")
+        raise DataError(f"{path} is unfinished: run this again and it continues: {command}")
     raise DataError(f"{path} holds no prepared data: run {command_for(path)}")
 
 

@@ -4,8 +4,8 @@ these rules. A step draws a token for masked positions and writes some of the dr
 
   random         at the next p positions of a random permutation; p = 1 is exact ancestral sampling
   confidence     at the p positions whose drawn tokens are most probable
-  threshold      at every position whose drawn token has at least this probability, and at the most probable one
-  first_hitting  at one random position, at the time when the reverse process first unmasks a token
+  threshold      at every position whose drawn token is at least `threshold` probable, and at the most probable one
+  first_hitting  at one random position; t follows the exact distribution of unmasking times
 
 p is `tokens_per_step`. To add a decoder, see "Another decoder" in docs/forking.md.
 
@@ -20,7 +20,7 @@ import ops
 from configurator import ConfigError, check
 
 DECODERS = ("random", "confidence", "threshold", "first_hitting")
-LOGITS = 2 ** 24                        # the most logits of one row that exist at a time
+MAX_LOGITS = 2 ** 24                    # the most logits of one row that exist at a time
 
 # ops.uniform numbers its random numbers by stream. Token draws (ops.gumbel_argmax) use streams >= 0.
 PERMUTATION_STREAM, TIME_STREAM = -1, -2
@@ -54,7 +54,7 @@ class Sampler:
             raise ConfigError("there are no seeds; give one for each row")
         for seed in self.seeds:
             if not isinstance(seed, int) or not -2 ** 63 <= seed < 2 ** 63:
-                raise ConfigError(f"a seed must be a whole number of at most 63 bits, but one is {seed}")
+                raise ConfigError(f"a seed must be a whole number that fits into int64, but one is {seed}")
         if self.decoder == "first_hitting":
             self.tokens_per_step = 1
 
@@ -199,7 +199,7 @@ class ActiveBlock:
         sampler, drawn, confidence = self.sampler, [], []
         all_positions = torch.arange(is_masked.size(1), device=is_masked.device).expand_as(is_masked)   # (b, l)
         # A full-sequence window may have 65,536 positions: all its logits at once would not fit in memory.
-        for positions in all_positions.split(max(1, LOGITS // (sampler.mask_id + 1)), 1):
+        for positions in all_positions.split(max(1, MAX_LOGITS // (sampler.mask_id + 1)), 1):
             logits = logits_of(positions)                                      # (b, m, v - 1)
             tokens = sampler.pick(logits, positions, *self.key)                # (b, m)
             probability = logits.softmax(-1, dtype=ops.at_least_fp32(logits.dtype))

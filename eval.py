@@ -6,7 +6,8 @@ Evaluates all four models by one protocol: NELBO perplexity, bits per byte and m
     python eval.py --checkpoint out/mamba_h_87m --data data/c4,data/paloma --mcqa data/mcqa
 
 The paper gives neither prompts nor a scoring rule for question sets. Here the choice with the highest score wins:
-  pll      the sum over the answer's tokens of log p(token). Each token is masked alone; the model sees the others.
+  pll      pseudo-log-likelihood: the sum of log p(token) over the answer's tokens. Each is masked alone; the model sees
+           the others.
   nelbo    minus the NELBO of the answer, given the context
 A full-sequence model sees one window that ends with the answer. A block model reads the whole blocks of the context
 once, into its cache. The first active block holds the rest of the context and the start of the answer. If the answer
@@ -40,7 +41,7 @@ checkpoint = ["out/ckpt.pt"]            # files, folders or hf://owner/name, sep
 data = []                               # prepared folders; []: that of the training, but none if mcqa is set
 sequences = 256                         # how many sequences, from the start of the validation split
 seq_len = 0                             # tokens of a sequence; 0: as in training, 8192 in the paper
-mc = 1                                  # noise samples per sequence; with score=nelbo also per answer
+mc = 1                                  # noise (Monte Carlo) samples per sequence; with score=nelbo also per answer
 stratified = False                      # sample j draws t from the j-th of mc equal parts of its range
 # question sets
 mcqa = ""                               # a folder made by python data.py mcqa
@@ -67,8 +68,8 @@ TABLES = {                              # part of a result: the columns of its t
 
 def ratio(numerator, denominator=1.0):
     """sum(numerator) / sum(denominator) of arrays (n,), and its standard error over the n entries by the delta method.
-    The default denominator gives the mean and its standard error. The value is nan for a sum of 0, the error for
-    n = 1."""
+    The default denominator gives the mean and its standard error. The value is nan if the denominators sum to 0, its
+    error if n is 1."""
     n, denominator = len(numerator), denominator * np.ones(len(numerator))
     total = denominator.sum()
     value = numerator.sum() / total if total else math.nan
@@ -351,10 +352,9 @@ def open_with_texts(path, dev):
     return model, tokenizer, folders, known
 
 
-def evaluate(path, parallel, half):
-    """Runs everything that the settings ask for on one checkpoint. Returns a dict. half: whether to compute in bf16. A
-    collective."""
-    autocast = functools.partial(torch.autocast, parallel.device.type, torch.bfloat16, enabled=half)
+def evaluate(path, parallel, use_bf16):
+    """Runs everything that the settings ask for on one checkpoint. Returns a dict. A collective."""
+    autocast = functools.partial(torch.autocast, parallel.device.type, torch.bfloat16, enabled=use_bf16)
     model, tokenizer, folders, result = open_with_texts(path, parallel.device)
     if parallel.rank == 0:
         print(f"\n{result['checkpoint']}: {result['model']}, {model.n_params:,} parameters, step "
@@ -363,7 +363,7 @@ def evaluate(path, parallel, half):
     if mcqa:
         # Perplexity has run like train.py's validation: fp32 weights under autocast. Questions run like sample.py, with
         # weights in the dtype of the cache and without autocast.
-        cast_for_inference(model, torch.bfloat16 if half else torch.float32)
+        cast_for_inference(model, torch.bfloat16 if use_bf16 else torch.float32)
         result["mcqa"] = evaluate_questions(model, tokenizer, parallel)
     return result
 
@@ -448,19 +448,19 @@ def as_json(results, dtype, **machine):
 def main():
     check_settings()
     parallel, results = Parallel(device, dist_timeout), []
-    half = pick_dtype(dtype, parallel.device) == torch.bfloat16
+    use_bf16 = pick_dtype(dtype, parallel.device) == torch.bfloat16
     line, machine = select_kernels(kernels, parallel.device), hardware(parallel.device)
     if parallel.rank == 0:
-        print(f"{parallel.world} x {machine.get('name')} {'bf16' if half else 'fp32'} | torch "
+        print(f"{parallel.world} x {machine.get('name')} {'bf16' if use_bf16 else 'fp32'} | torch "
               f"{machine['torch']} | {line} | seed {seed}, {mc} noise samples"
               f"{', stratified' if stratified else ''}", flush=True)
     for path in checkpoint[1:]:                         # an error in the last one should not appear hours later
         open_with_texts(path, "cpu")
-    record = functools.partial(as_json, results, "bfloat16" if half else "float32",
+    record = functools.partial(as_json, results, "bfloat16" if use_bf16 else "float32",
                                ranks=parallel.world, kernels=line, hardware=machine)
     try:
         for path in checkpoint:
-            results.append(evaluate(path, parallel, half))
+            results.append(evaluate(path, parallel, use_bf16))
             if parallel.rank == 0:
                 print_result(results[-1])
                 write_file(out, record() + "\n")        # after each checkpoint, so that a crash loses only one

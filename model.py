@@ -37,7 +37,8 @@ class ModelError(UserError):
 class ModelConfig:
     vocab_size: int = 50258             # the last id is the mask token
     seq_len: int = 8192                 # tokens of a training sequence
-    block_len: int = 256                # tokens of a diffusion block; seq_len for full-sequence models
+    block_len: int = 256                # tokens of a diffusion block (nanoGPT's block_size is seq_len). seq_len: the
+                                        # model is full-sequence, and has no cache
     attn_every: int = 6                 # layer i attends if i % attn_every == 0, else it is Mamba-2; 1: attention only
     n_layer: int = 12
     n_head: int = 8                     # attention heads
@@ -51,7 +52,7 @@ class ModelConfig:
     reverse_scan: bool = True           # False, an ablation: Mamba layers scan forward alone
     detach_prefix: bool = False         # True, an ablation: block losses do not train the prefix
     rope_theta: float = 10_000.0
-    rope_capacity: int = 262_144        # longest position that the rotary embedding is meant for
+    rope_capacity: int = 262_144        # most positions; a longer request is refused
 
     def __post_init__(self):
         def require(ok, message):
@@ -104,7 +105,7 @@ class Cache:
     The state of a clean prefix. Allocated once and written in place. `layers` has one entry for each layer:
       attention   (keys, values), each (b, heads, max_len, head_dim); keys are rotated
       Mamba-2     (conv (b, conv_width - 1, channels), ssm (b, heads, head_dim, state)), of constant size
-    Nothing in it depends on t or on a noisy token. So it is computed once for each block and never changes.
+    Nothing in it depends on t or on a noisy token. So each finished block is added once.
     """
     layers: list
     lengths: torch.Tensor               # (b,) int64, on the device: tokens that each row holds. Rows may differ; of
@@ -116,7 +117,7 @@ class Cache:
         return sum(part.numel() * part.element_size() for state in self.layers for part in state)
 
     def clear(self):
-        """Empties the cache."""
+        """Zeroes lengths and states."""
         for part in (self.lengths, *(part for state in self.layers for part in state)):
             part.zero_()
 
@@ -138,7 +139,7 @@ def rope_table(length, dim, theta, device, dtype):
 
 
 def rotate(x, cos, sin):
-    """Rotates x (b, h, s, e) by tables that broadcast to (b, h, s, e / 2). Channel i of the first half of a head is
+    """Rotates x (..., s, e) by tables that broadcast to (..., s, e / 2). Channel i of the first half of a head is
     paired with channel i of the second half."""
     x1, x2 = x.chunk(2, -1)
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).to(x.dtype)
@@ -185,8 +186,10 @@ class TimestepEmbedding(nn.Module):
 # Their arguments:
 #   u, clean, noisy   the input of the mixer, normalised and modulated
 #   rope              cos and sin of the positions of u; in two_stream, of the whole sequence
-#   masks, last       those of ops.two_stream_masks; whether this is the last layer: nothing reads its clean output
-#   state, lengths    the mixer's part of the cache, see Cache.layers; (b,) the tokens that each row of it holds
+#   masks             those of ops.two_stream_masks
+#   last              whether this is the last layer, whose clean output nothing reads
+#   state             the mixer's part of the cache, see Cache.layers
+#   lengths           (b,) the tokens that each row of the cache holds
 
 class Attention(nn.Module):
     def __init__(self, config):
@@ -325,14 +328,14 @@ class BiMamba(nn.Module):
         the scan computes it together with the states, though nothing reads it."""
         if clean.size(1) == 0:                          # a full-sequence model: one block after nothing
             return clean, self.scan_both(noisy)
-        # One clean scan leaves the state before every block (eq. boundary-state). It never adds a reverse
-        # output: a cache made block by block could not hold one.
+        # One clean scan leaves the state before every block (eq. boundary-state). Clean tokens
+        # have no reverse scan: it would start at blocks that the cache does not have yet.
         y, conv, ssm = self.fwd(clean, block_len=noisy.size(1))                # states (b, k, ...)
         if self.detach_prefix:
             conv, ssm = conv.detach(), ssm.detach()
         # All noisy blocks run as one batch of b * k rows, each from its own state: block j from what clean block
-        # j - 1 left, the first from zeros. Nothing is detached, so a block's loss trains the prefix that it starts
-        # from (eq. prefix-cache-gradient).
+        # j - 1 left, the first from zeros. Without detach_prefix, a block's loss trains the prefix that it
+        # starts from (eq. prefix-cache-gradient).
         return y, self.scan_both(noisy, conv.flatten(0, 1), ssm.flatten(0, 1))
 
     # Attention needs lengths, rope and block_len. A scan does not: its state stands for all that came before.
@@ -489,7 +492,7 @@ class BlockDiffusionLM(nn.Module):
 
     def rope_after(self, lengths, count):
         """Rotary tables (cos, sin), each (b, 1, count, head_dim / 2), of the `count` positions after lengths (b,). The
-        lengths are not checked, as the host would wait for the device: `new_cache` made the table long enough."""
+        table is long enough: `new_cache` made it. A check would make the host wait for the device."""
         at = lengths[:, None] + torch.arange(count, device=lengths.device)
         return self._rope[1][:, at][:, :, None].unbind()
 
@@ -564,7 +567,7 @@ class BlockDiffusionLM(nn.Module):
     def forward(self, x0, generator=None):
         """
         The training loss: the NELBO of x0 (b, s) int64 in nats per token, with one noise sample per block. It is eq.
-        prefix-cache with the weight of eq. bdlm-masked-objective, w(t) = 1/t for alpha_t = 1 - t.
+        prefix-cache with the weight w(t) = 1/t of eq. bdlm-masked-objective.
         """
         t, is_masked = self.draw_noise(x0, generator)
         return self.loss(x0, is_masked, t)
@@ -649,8 +652,8 @@ class BlockDiffusionLM(nn.Module):
 
 
 def cast_for_inference(model, dtype):
-    """Casts the weights of a model in place, sets evaluation mode, and returns the model. A, dt and D stay in fp32 or
-    better: errors of a decay grow over thousands of positions."""
+    """Casts the weights of a model in place, sets evaluation mode, and returns the model. A_log, dt_bias and D
+    stay in fp32 or better: errors of a decay grow over thousands of positions."""
     for name, p in model.named_parameters():
         exact = name.endswith(("A_log", "dt_bias", ".D"))
         p.data = p.data.to(ops.at_least_fp32(dtype) if exact else dtype)
@@ -668,13 +671,14 @@ def train_flops(config, s, masked=0.5):
     k, clean = s // l, s - l
     total = s * masked * 2 * d * v
     for i in range(config.n_layer):
-        inside = 0 if i == config.n_layer - 1 else clean    # clean tokens that go past the mixer
-        total += (s + inside) * 2 * 8 * d * d               # the MLP
+        clean_out = 0 if i == config.n_layer - 1 else clean # clean tokens that go past the mixer
+        total += (s + clean_out) * 2 * 8 * d * d            # the MLP
         if i % config.attn_every == 0:
             area = l * l * (k * (k - 1) // 2 + k)           # noisy: earlier clean blocks and its own
-            area += l * l * k * (k - 1) // 2 if inside else 0
-            # qkv and the output projection; of a last layer's clean tokens keys and values alone; scores and values
-            total += (s + inside) * 2 * 4 * d * d + (clean - inside) * 2 * 2 * d * d + 4 * area * d
+            area += l * l * k * (k - 1) // 2 if clean_out else 0
+            total += (s + clean_out) * 2 * 4 * d * d            # qkv and the output projection
+            total += (clean - clean_out) * 2 * 2 * d * d        # the last layer's clean tokens: only keys and values
+            total += 4 * area * d                               # scores, weighted values
         else:
             c = min(config.chunk_len, l)
             project = 2 * d * (2 * di + 2 * n + di // config.mamba_head_dim) + 2 * di * d
@@ -712,6 +716,6 @@ if __name__ == "__main__":
             print(__doc__.strip())
         elif sys.argv[1:]:
             raise ConfigError(f"there are no settings here, so leave out {' '.join(sys.argv[1:])}; --help "
-                              f"says what this is")
+                              f"says what it prints")
         else:
             main()

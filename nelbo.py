@@ -2,7 +2,7 @@
 The NELBO of text (eq. nelbo-ppl-background). train.py's validation and eval.py's perplexity call the same function,
 nelbo_counts. With the same seed, sequences and number of samples they draw the same noise and give the same number.
 
-    python eval.py                                              # out/ckpt.pt on the text it knows
+    python eval.py                                              # out/ckpt.pt on its validation text
     python -m pytest tests/test_eval.py                         # what is claimed here, shown
 """
 import sys
@@ -25,18 +25,18 @@ def progress(parallel, what, total, unit, terse=False):
                 disable=parallel.rank > 0 or terse and not terminal)
 
 
-def masked_cross_entropy(model, hidden, target, tile_elements=2 ** 25):
+def masked_cross_entropy(model, hidden, target, max_logits=2 ** 25):
     """
     Scores targets (m,) for hidden states (m, d). Returns -log p(target) in nats, (m,) fp64, and whether target is the
     most likely token, (m,) bool, both on the CPU. The mask token has probability 0 (the substitution parameterisation).
-    Logits and log-sum-exp are fp32, or fp64 if `hidden` is, even under autocast. At most tile_elements logits exist
+    Logits and log-sum-exp are fp32, or fp64 if `hidden` is, even under autocast. At most max_logits logits exist
     at a time.
     """
     dtype = ops.at_least_fp32(hidden.dtype)
     head = model.head.weight[:-1].to(dtype)             # without the mask token
     nll, hit = [], []
     with torch.autocast(hidden.device.type, enabled=False):
-        for h, y in zip(*(v.split(max(1, tile_elements // len(head))) for v in (hidden, target))):
+        for h, y in zip(*(v.split(max(1, max_logits // len(head))) for v in (hidden, target))):
             logits = h.to(dtype) @ head.T
             nll.append(F.cross_entropy(logits, y, reduction="none"))
             hit.append(logits.argmax(-1) == y)

@@ -5,7 +5,7 @@ The heavy operations of a block-diffusion Mamba-2 / attention hybrid, written pl
   ssd_scan_ref          the same as a literal loop over positions: the definition
   causal_conv           the short convolution before the scan, with carried state
   gated_norm            the norm after it
-  two_stream_attention  attention of the clean and the noisy stream in training; its rule is two_stream_mask
+  two_stream_attention  attention of the clean and the noisy stream in training; its rule is two_stream_rule
   cached_attention      attention of new blocks to a key/value cache and to themselves
   linear_cross_entropy  head and loss of the masked positions, without storing all their logits
   uniform               random numbers that are a function of a seed and counters
@@ -212,7 +212,7 @@ def gated_norm(y, z, weight):
 # ----------------------------------------------------------------------------------------------
 # Attention
 
-def two_stream_mask(q, kv, block_len, n_clean):
+def two_stream_rule(q, kv, block_len, n_clean):
     """
     The visibility rule of the all-block objective. A clean token of block i sees clean blocks 0..i. A noisy token of
     block i sees clean blocks 0..i-1 and its own noisy block.
@@ -240,7 +240,7 @@ def two_stream_masks(s, block_len, device):
     if n_clean == 0:
         return None, None
     at = torch.arange(n_clean + s, device=device)
-    mask = two_stream_mask(at[:, None], at, block_len, n_clean)
+    mask = two_stream_rule(at[:, None], at, block_len, n_clean)
     return mask[:n_clean, :n_clean], mask[n_clean:]
 
 
@@ -305,9 +305,9 @@ def linear_cross_entropy_ref(hidden, head, target, weight):
     return (weight * F.cross_entropy(logits, target, reduction="none")).sum()
 
 
-def linear_cross_entropy(hidden, head, target, weight, chunk_elements=2 ** 28):
-    """The same function as `linear_cross_entropy_ref`, in tiles: at most chunk_elements logits exist at a time."""
-    return _LinearCrossEntropy.apply(hidden, head, target, weight, chunk_elements)
+def linear_cross_entropy(hidden, head, target, weight, max_logits=2 ** 28):
+    """The same function as `linear_cross_entropy_ref`, in tiles: at most max_logits logits exist at a time."""
+    return _LinearCrossEntropy.apply(hidden, head, target, weight, max_logits)
 
 
 @replaceable
@@ -329,7 +329,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda")
-    def forward(ctx, hidden, head, target, weight, chunk_elements):
+    def forward(ctx, hidden, head, target, weight, max_logits):
         v, ctx.head_dtype, dtype = len(head), head.dtype, at_least_fp32(hidden.dtype)
         # Rows of zeros: with an odd v the GPU would run slow, unaligned kernels for all three products.
         head = F.pad(head.to(hidden.dtype), (0, 0, 0, -v % 64)) if hidden.is_cuda else head     # (v + padding, d)
@@ -337,7 +337,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wanted = any(ctx.needs_input_grad[:2])
         d_hidden = torch.zeros_like(hidden) if wanted else None
         d_head = torch.zeros_like(head, dtype=dtype) if wanted else None
-        tile = max(1, chunk_elements // v)
+        tile = max(1, max_logits // v)
         for i in range(0, hidden.size(0), tile):
             h, y, w = hidden[i:i + tile], target[i:i + tile], weight[i:i + tile]
             ce, d_logits = cross_entropy_tile(h @ head.T, y, w, v - 1)
@@ -366,7 +366,7 @@ def philox(seed, *counters):
     a, b, c, d = (n & low for n in counters)
     k0, k1 = seed & low, (seed >> 32) & low
     for _ in range(10):
-        x, y = a * 0xD2511F53, c * 0xCD9E8D57           # wraps as uint64 does; `& low` removes the sign bits of >>
+        x, y = a * 0xD2511F53, c * 0xCD9E8D57           # wraps like uint64; `& low` drops the sign bits of >>
         a, b, c, d = ((y >> 32) & low) ^ (b ^ k0), y & low, ((x >> 32) & low) ^ (d ^ k1), x & low
         k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
     return a, b, c, d
@@ -381,8 +381,8 @@ def _uniforms(seed, *counters):
 @replaceable
 def uniform(n, stream, seed, step, begin):
     """Returns n uniform variates on (0, 1) for each row, (b, n) fp64. stream: a negative number for each purpose; token
-    draws use streams >= 0. seed, step, begin (b,), all int64: the seed of a row, the number of the step within its
-    block, and the position at which the block begins."""
+    draws use streams >= 0. seed, step, begin (b,), all int64: the seed of a row, a number that differs between
+    the steps of a block, and the position at which the block begins."""
     which = torch.arange(n, device=seed.device)
     return _uniforms(seed[:, None], torch.full_like(which, stream), which, step[:, None], begin[:, None])[0]
 
@@ -391,13 +391,13 @@ def uniform(n, stream, seed, step, begin):
 def gumbel_argmax(logits, at, seed, step, begin):
     """
     Draws tokens (b, m) int64 from softmax(logits) by the Gumbel-max trick: the argmax of logits plus Gumbel noise is
-    such a draw, and minus the log of an exponential variate is Gumbel noise. logits (b, m, v) belong to the positions
-    at (b, m) of a block; seed, step and begin as for `uniform`. The uniform variates have 52 bits. With 24 the tail of
-    large noise would be cut off, and samples would be too sharp (arXiv 2409.02908).
+    such a draw, and minus the log of an exponential variate is Gumbel noise. logits (b, m, v) are those of the
+    positions `at` (b, m) of a block; seed, step and begin as for `uniform`. The uniform variates have 52 bits. With 24
+    the tail of large noise would be cut off, and samples would be too sharp (arXiv 2409.02908).
     """
     v, drawn = logits.size(-1), []
     seed, step, begin = (x[:, None, None] for x in (seed, step, begin))        # (b, 1, 1) each
-    # The stream is a number of a pair of tokens, since _uniforms returns two variates: i and i + half the vocabulary.
+    # _uniforms returns two variates, so stream i serves two tokens: i and i + ceil(v / 2).
     # few: positions at a time, so that their noise fits into a CPU's cache
     pairs, few = torch.arange(-(-v // 2), device=logits.device), max(1, 2 ** 17 // v)
     for x, position in zip(logits.split(few, 1), at[..., None].split(few, 1)):

@@ -213,7 +213,8 @@ def share_of_batch(batch_size, micro_batch_size, rank, world):
 
 class ShardedAdamW:
     """
-    AdamW with fp32 master weights, moments and update sharded over ranks (ZeRO stage 2).
+    AdamW whose moments and update are sharded over ranks. Every rank holds all weights and gradients in fp32, which are
+    exchanged as in ZeRO stage 2.
 
     There are two groups of parameters, with and without weight decay. The parameters of a group are views of one flat
     buffer, and their gradients are views of another; zeros at the end make their length a multiple of the world size.

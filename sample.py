@@ -1,5 +1,5 @@
 """
-Generation, one block after another: unmask a block, append it to the cache, go on (eq. bdlm-kv-cache and
+Generation, one block after another: unmask a block, append it to the cache, continue (eq. bdlm-kv-cache and
 eq. partial-reverse). All four models generate this way; a full-sequence model has one block, as long as its window.
 
     python sample.py                                            # continue from out/ckpt.pt

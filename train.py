@@ -5,7 +5,7 @@ eq. prefix-cache with the weight of eq. bdlm-masked-objective.
     python train.py                                                     # laptop, minutes, real text
     torchrun --nproc_per_node=8 train.py config/mamba_h_87m.py          # one node
 
-Data order and noise are functions of (seed, step, row of the global batch). So a run that is resumed, or goes on with
+Data order and noise are functions of (seed, step, row of the global batch). So a run that is resumed, or continues with
 another number of GPUs or another micro-batch size, stays the same run up to the order of summation.
 """
 from configurator import ConfigError, check, configure, mute, script, settings_of  # first: see quiet_interrupt
@@ -62,13 +62,13 @@ min_lr = 1e-6                           # at the end of the cosine
 warmup_iters = -1                       # steps of linear warm-up; -1: 200, or a tenth of a shorter run
 beta1 = 0.9                             # AdamW
 beta2 = 0.95                            # AdamW
-weight_decay = 0.1                      # AdamW, on matrices alone
+weight_decay = 0.1                      # AdamW, only on matrices
 grad_clip = 1.0                         # largest norm of the gradient; 0: no clipping
 seed = 1337                             # of data order, initialisation and noise
 # evaluation, logging, saving
-eval_only = False                       # validate once, with --resume what was trained, and write nothing
+eval_only = False                       # only validate, and write nothing; add --resume for a trained model
 eval_interval = 1000                    # steps between validations, each with a checkpoint
-eval_sequences = 64                     # validation sequences, the first of the split
+eval_sequences = 64                     # validation sequences, the first of the split; 0: all
 eval_samples = 2                        # noise samples per validation sequence
 log_interval = 100                      # steps between lines of the log
 # system
@@ -76,7 +76,7 @@ device = "auto"                         # auto, cpu, cuda or mps
 dtype = "auto"                          # auto: bfloat16 on CUDA, float32 elsewhere
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
 compile = True                          # torch.compile the layers; on CUDA only
-dist_timeout = 300                      # seconds until a collective without an answer ends the job
+dist_timeout = 300                      # seconds after which a collective that a rank has not joined ends the job
 # ---------------------------------------------------------------------------------------------
 
 
@@ -205,7 +205,7 @@ def check_settings():
                           f"add --warmup_iters=0")
     if not out_dir:
         raise ConfigError("out_dir is empty; name a folder for checkpoints and the log")
-    for name, what in (("ckpt.pt", "add --resume to go on with it"), ("log.jsonl", "move it away")):
+    for name, what in (("ckpt.pt", "add --resume to continue it"), ("log.jsonl", "move it away")):
         path = os.path.join(out_dir, name)
         if not (resume or eval_only) and os.path.exists(path) and os.path.getsize(path):
             raise ConfigError(f"{path} holds a run; {what}, or choose another --out_dir")
@@ -320,7 +320,7 @@ def main():
 
     def last_checkpoint():
         if os.path.exists(path):
-            return f"{path} is the last good checkpoint, go on with --resume"
+            return f"{path} is the last good checkpoint, continue with --resume"
         return "there is no checkpoint yet"
 
     def end():

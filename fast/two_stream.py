@@ -54,12 +54,12 @@ def block_masks(s, block_len, device):
     tiles = torch.arange((n_clean + s) // TILE, device=device) * TILE
 
     def block_mask(first):                              # for the queries from position `first` on
-        seen = ops.two_stream_mask(tiles[first // TILE:, None], tiles, block_len, n_clean)
+        seen = ops.two_stream_rule(tiles[first // TILE:, None], tiles, block_len, n_clean)
         count = seen.sum(1, dtype=torch.int32)[None, None]                     # (1, 1, query tiles)
         index = seen.int().argsort(dim=1, descending=True, stable=True).int()[None, None]
 
         def mask_mod(b, h, q, kv):
-            return ops.two_stream_mask(q + first, kv, block_len, n_clean)
+            return ops.two_stream_rule(q + first, kv, block_len, n_clean)
         return BlockMask.from_kv_blocks(torch.zeros_like(count), index, count, index, TILE, mask_mod,
                                         seq_lengths=(n_clean + s - first, n_clean + s))
     return block_mask(0), block_mask(n_clean)

@@ -580,7 +580,7 @@ def prepare_text(args, argv):
             args.out, sources, args.tokenizer, source, revision, budget, val_fraction,
             args.skip_bad, shlex.join(["python", "data.py", *argv])).run(args.workers)
     except KeyboardInterrupt:
-        print("\nstopped; run the same command again and it goes on", file=sys.stderr)
+        print("\nstopped; run the same command again and it continues", file=sys.stderr)
         raise
 
 

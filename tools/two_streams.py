@@ -1,5 +1,5 @@
 """
-Draws assets/two_streams.png: who sees whom in training. Left: attention, drawn from ops.two_stream_mask. Right: which
+Draws assets/two_streams.png: who sees whom in training. Left: attention, drawn from ops.two_stream_rule. Right: which
 boundary state each noisy block starts from in Mamba layers.
 
     python -m tools.two_streams
@@ -24,7 +24,7 @@ K, L = 4, 4                             # blocks of a sequence, tokens of a bloc
 def draw_mask(ax):
     n_clean = (K - 1) * L
     at = torch.arange(n_clean + K * L)
-    mask = ops.two_stream_mask(at[:, None], at, L, n_clean)
+    mask = ops.two_stream_rule(at[:, None], at, L, n_clean)
     for q in range(len(at)):
         for kv in range(len(at)):
             if mask[q, kv]:

@@ -3,15 +3,15 @@
 #     python -m tools.sweep config/sweep/web_87m.py
 # A step has 16 x 8192 tokens: 1,000 steps are 131.1M tokens. The learning rate, 2e-3, is in the paper's grid too; its
 # neighbours are tried at the same length. On two H200s each seed takes a quarter of an hour, everything an hour and a
-# half. With more time, raise max_iters. The embedding starts at 0.2: from 0.02 models stay on the plateau of token
-# frequencies for long, and from 1.0 full-sequence attention does not leave it (docs/results.md).
+# half. With more time, raise max_iters. Large embeddings shorten the plateau of token frequencies, on which a model's
+# result depends; but from them full-sequence attention does not leave it (docs/results.md, Quality at equal tokens).
 out_dir = "out/sweep_web"
-runs = [f"config/{model}_87m.py seed={seed}" for seed in (1, 2, 3)
-        for model in ("attention", "diffumamba_h", "bdlm_attention", "mamba_h")] + [
-    f"config/{model}_87m.py seed=1 learning_rate={rate}" for rate in (1e-3, 4e-3)
-        for model in ("attention", "diffumamba_h", "bdlm_attention", "mamba_h")] + [
+_models = ("attention_87m.py embed_std=0.02", "diffumamba_h_87m.py", "bdlm_attention_87m.py", "mamba_h_87m.py")
+runs = [f"config/{model} seed={seed}" for seed in (1, 2, 3) for model in _models] + [
+    f"config/{model} seed=1 learning_rate={rate}" for rate in (1e-3, 4e-3) for model in _models] + [
     f"config/mamba_h_87m.py seed=1 {change}" for change in (
-        "reverse_scan=false", "detach_prefix=true", "time_conditioning=true")]
-settings = ("data=data/web learning_rate=2e-3 embed_std=0.2 batch_size=16 micro_batch_size=8 max_iters=1000 "
+        "reverse_scan=false", "detach_prefix=true", "time_conditioning=true")] + [
+    "config/bdlm_attention_87m.py seed=1 embed_std=0.2"]
+settings = ("data=data/web learning_rate=2e-3 embed_std=1.0 batch_size=16 micro_batch_size=8 max_iters=1000 "
             "warmup_iters=100 eval_interval=250 eval_sequences=60 eval_samples=2")
 eval_settings = "mc=8"

@@ -181,7 +181,7 @@ def test_cuda_graphs_give_the_tokens_of_the_plain_loop_in_every_decoder(monkeypa
     """Prompts of different lengths, rows that end at different steps, an end-of-text, a watcher. Where all positions
     need logits, these are made for 20 positions at a time."""
     select_kernels("auto", "cuda")
-    monkeypatch.setattr(decoders, "LOGITS", 20_000)
+    monkeypatch.setattr(decoders, "MAX_LOGITS", 20_000)
     model = gpu_model(name, block_len=64).cuda()
     lengths = (5, 70, 128, 200)
     say_once.cache_clear()

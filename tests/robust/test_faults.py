@@ -147,7 +147,7 @@ def test_a_run_whose_terminal_closes_saves_and_says_how_to_go_on(corpus, tmp_pat
                     "--eval_interval=100000")
     process.wait_for("loss")
     status, printed, _ = process.end(signal.SIGHUP)
-    assert status == 128 + signal.SIGHUP and "go on with --resume" in printed
+    assert status == 128 + signal.SIGHUP and "continue with --resume" in printed
     assert load_checkpoint(tmp_path / "out" / "ckpt.pt")["step"] == read_log(tmp_path / "out")[-1]["step"] >= 1
 
 

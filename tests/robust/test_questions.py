@@ -90,7 +90,7 @@ def test_logits_and_log_sum_exp_are_fp32_whatever_the_model_runs_in():
     target = torch.arange(40) % 22
     exact = (hidden.double() @ model.head.weight[:-1].double().T).log_softmax(-1)
     with torch.autocast("cpu", torch.bfloat16):
-        nats, hits = masked_cross_entropy(model, hidden, target, tile_elements=100)
+        nats, hits = masked_cross_entropy(model, hidden, target, max_logits=100)
     torch.testing.assert_close(nats, -exact[torch.arange(40), target].detach(), rtol=1e-5, atol=1e-5)
     assert torch.equal(hits, exact.argmax(-1) == target) and hits.any() and not hits.all()
 

@@ -34,7 +34,7 @@ def test_bad_requests_are_refused_before_any_work():
     with pytest.raises(ConfigError, match="no seeds"):
         Sampler([], mask_id=22)
     for seed in (2 ** 63, 1.5, torch.Generator()):
-        with pytest.raises(ConfigError, match="a seed must be a whole number of at most 63 bits, but one is"):
+        with pytest.raises(ConfigError, match="a seed must be a whole number that fits into int64, but one is"):
             Sampler([0, seed], mask_id=22)
     with pytest.raises(ConfigError, match="has 2 seeds; give it 1"):
         generate(model, prompts_of(4), 8, make_sampler(model, 2))
@@ -55,7 +55,7 @@ def test_logits_of_all_positions_are_made_for_a_few_at_a_time(monkeypatch, decod
         seen.append(logits.size(1)) or pick(self, logits, *rest)))
     tokens = []
     for few, rows in ((10 ** 9, 1), (3 * 24, 1), (3 * 24, 2)):
-        monkeypatch.setattr(decoders, "LOGITS", few)
+        monkeypatch.setattr(decoders, "MAX_LOGITS", few)
         seen.clear()
         sampler = make_sampler(model, rows, decoder=decoder, threshold=0.3)
         tokens.append(generate_by(engine, model, prompts_of(*rows * [11]), 13, sampler).tokens[0])

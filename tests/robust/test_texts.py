@@ -362,7 +362,7 @@ def test_ctrl_c_says_how_to_go_on_and_loses_nothing(tmp_path, monkeypatch):
         self.save()
     monkeypatch.setattr(prepare.Preparation, "take", stopped)
     status, _, error = script("data.py", *command, tmp_path / "out")
-    assert status == 130 and "run the same command again and it goes on" in error
+    assert status == 130 and "run the same command again and it continues" in error
     monkeypatch.setattr(prepare.Preparation, "take", real)
     for name in ("out", "whole"):
         assert script("data.py", *command, tmp_path / name)[0] == 0
