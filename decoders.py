@@ -132,7 +132,7 @@ class ActiveBlock:
         self.xt.copy_(xt)
         self.begin.copy_(begin)
         self.offset.zero_()
-        self.t.copy_(is_masked.double().mean(1))
+        self.t.copy_(is_masked.double().mean(1))        # first_hitting's clock starts here
         if self.sampler.decoder in ("random", "first_hitting"):
             rank = ops.uniform(l, PERMUTATION_STREAM, *self.key)               # (b, l), in (0, 1)
             # Known positions get rank 2 and come last, so each step meets masked positions until the row has none.
@@ -202,6 +202,7 @@ class ActiveBlock:
         for positions in all_positions.split(max(1, MAX_LOGITS // (sampler.mask_id + 1)), 1):
             logits = logits_of(positions)                                      # (b, m, v - 1)
             tokens = sampler.pick(logits, positions, *self.key)                # (b, m)
+            # The model's own probability: temperature, top_k and top_p shape the draw, not the confidence.
             probability = logits.softmax(-1, dtype=ops.at_least_fp32(logits.dtype))
             drawn.append(tokens)
             confidence.append(probability.gather(2, tokens[..., None])[..., 0])        # (b, m)

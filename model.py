@@ -11,6 +11,9 @@ Mamba-2 hybrid) and block_len (seq_len: the whole sequence is one block). Equati
   conv, ssm              the two parts of a Mamba boundary state          s_k
   Cache                  keys/values and boundary states of a prefix      C(c), eq. cacheable-layer
 
+In shapes: b sequences, s tokens of each, l tokens of a block, k = s / l blocks, d width, v vocabulary. c is an axis of
+channels, or the conditioning.
+
     python model.py                                   parameter counts of every config
     python -m pytest tests/test_model.py              what is claimed here, shown
 """
@@ -362,6 +365,7 @@ class Layer(nn.Module):
         super().__init__()
         d = config.d_model
         self.hybrid = config.hybrid
+        # The paper does not give biases and AdaLN sizes. These reproduce its parameter counts.
         self.norm1 = nn.LayerNorm(d, bias=config.hybrid)
         self.norm2 = nn.LayerNorm(d, bias=config.hybrid)
         self.mixer = Attention(config) if index % config.attn_every == 0 else BiMamba(config)
@@ -597,6 +601,7 @@ class BlockDiffusionLM(nn.Module):
         kv = (batch, c.n_head, max_len, c.d_model // c.n_head)
         conv = (batch, c.conv_width - 1, c.d_inner + 2 * c.d_state)
         ssm = (batch, c.d_inner // c.mamba_head_dim, c.mamba_head_dim, c.d_state)
+        # Keys and values beyond `lengths` are never read, but a state is, from the first block on.
         layers = [
             (weight.new_empty(kv), weight.new_empty(kv)) if isinstance(layer.mixer, Attention) else
             (weight.new_zeros(conv), weight.new_zeros(ssm, dtype=ops.at_least_fp32(weight.dtype)))

@@ -306,7 +306,8 @@ def linear_cross_entropy_ref(hidden, head, target, weight):
 
 
 def linear_cross_entropy(hidden, head, target, weight, max_logits=2 ** 28):
-    """The same function as `linear_cross_entropy_ref`, in tiles: at most max_logits logits exist at a time."""
+    """The same function as `linear_cross_entropy_ref`, in tiles: at most max_logits logits exist at a time.
+    Differentiable in hidden and head."""
     return _LinearCrossEntropy.apply(hidden, head, target, weight, max_logits)
 
 

@@ -217,7 +217,7 @@ def generate_naive(model, prompt, length, sampler):
         finished, known = tokens[:, :begin], tokens[:, begin:]
         xt = tokens.new_full((len(tokens), l), c.mask_id)                      # (b, l)
         xt[:, :known.size(1)] = known
-        block = ActiveBlock(len(tokens), l, sampler, tokens.device, time_conditioning=True)
+        block = ActiveBlock(len(tokens), l, sampler, tokens.device, time_conditioning=True)    # t is needed below
         block.start(xt, torch.tensor(begin))
         for _ in block.steps([l - known.size(1)]):
             # x is both x0 and xt: finished blocks have no noise, and the clean stream stops before the last block,
@@ -236,9 +236,9 @@ def now(device):
     return time.time()
 
 
-def plan(config, prompts, length, after=0):
+def plan(config, prompts, length, n_suffix=0):
     """
-    Divides a request into blocks. after: tokens of the suffix. Returns
+    Divides a request into blocks. n_suffix: tokens of the suffix. Returns
       l           the length of a block
       starts      for each row the token at which its first active block starts. The tokens before it are whole blocks,
                   which are read into the cache.
@@ -247,7 +247,7 @@ def plan(config, prompts, length, after=0):
     tokens and 11 masks, the second has 16 masks, of which 9 are needed. Raises ModelError for a request that cannot be
     served, before any work.
     """
-    totals = [len(p) + length + after for p in prompts]
+    totals = [len(p) + length + n_suffix for p in prompts]
     if length < 1:
         raise ModelError(f"length must be at least 1, but is {length}")
     if config.full_sequence and min(totals) != max(totals):
@@ -255,10 +255,10 @@ def plan(config, prompts, length, after=0):
     l = max(totals) if config.full_sequence else config.block_len
     starts = [len(p) // l * l for p in prompts]
     n_blocks = max(-(-(total - start) // l) for total, start in zip(totals, starts))
-    if after and n_blocks > 1:
+    if n_suffix and n_blocks > 1:
         # A block sees only itself and what comes before it. It would not see a suffix that lies in a later block.
         raise ModelError(f"a suffix must end in the block of {l} tokens in which the prompt ends, which has room for "
-                         f"{l - max(len(p) % l for p in prompts)}; length and suffix are {length + after} tokens")
+                         f"{l - max(len(p) % l for p in prompts)}; length and suffix are {length + n_suffix} tokens")
     end = max(max(starts) + n_blocks * l, *totals)
     if end > config.rope_capacity:
         raise ModelError(f"prompt and length make {end} tokens in whole blocks, which is beyond the rotary "
