@@ -11,6 +11,7 @@ another number of GPUs or another micro-batch size, stays the same run up to the
 from configurator import ConfigError, check, configure, mute, script, settings_of  # first: see quiet_interrupt
 import contextlib
 import fcntl
+import functools
 import glob
 import json
 import math
@@ -274,10 +275,7 @@ def main():
 
     # 3. Precision, compilation, kernels.
     use_bf16 = pick_dtype(dtype, dev) == torch.bfloat16
-    def autocast():
-        if use_bf16:
-            return torch.autocast(dev.type, dtype=torch.bfloat16)
-        return contextlib.nullcontext()
+    autocast = functools.partial(torch.autocast, dev.type, torch.bfloat16, enabled=use_bf16)
     if compile and ampere(dev):
         compile_layers(model)
     say(f"{config.n_layer} layers, width {config.d_model}, {model.n_params:,} parameters | "
