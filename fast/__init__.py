@@ -4,8 +4,8 @@ Everything that exists only for speed. The repository works without this folder,
   select             on a GPU, puts faster functions of the same signatures into ops.FAST
   inference.py       prepares a model's weights for generation
   decoder.py         denoising steps, recorded as CUDA graphs on a GPU
-  plain.py           plain twins of the operations that only inference.py and decoder.py use
-  the other files    Triton kernels, one file for each operation, tested against their plain twins
+  plain.py           plain twins of the operations that only inference.py uses
+  the other files    Triton kernels by subject, tested against their plain twins; mamba_ssm.py is another backend
 
     python bench.py ops                                 times the operations beside libraries
     python -m pytest tests/kernels                      on a GPU, or in Triton's interpreter

@@ -3,12 +3,13 @@ Triton kernel: attention of one active block to a long cache and to itself. It r
 plain.cached_attention_pairs. Inference only.
 
 The block has l tokens, of which m are queries (all, or some). Each query sees all n cached tokens and the whole block.
- 1. Split keys. One head has only m / M query tiles, too few to fill a GPU. So the keys are cut into `num_splits`
-    shares. Each program attends to one share and writes its output and log-sum-exp. A second kernel combines them.
+ 1. Split keys. One head has few query tiles (a tile is M queries by N keys), too few to fill a GPU. So the keys are
+    cut into `num_splits` shares. Each program attends to one share and writes its output and log-sum-exp. A second
+    kernel combines them.
  2. The length is read on the device. Grid and memory depend on shapes only; each program reads lengths[b] and computes
-    its share from it. So one CUDA graph serves every length, and all shares have the same size.
+    its share from it. So one CUDA graph serves every length, and no share is larger than another.
  3. The main loop has no mask: it reads only full tiles of the cache. The partial last tile is handled after the loop.
-    A tile is M queries by N keys. Softmax statistics are fp32, in base 2.
+    Softmax statistics are fp32, in base 2.
 
     python -m pytest tests/kernels/test_kernels.py -k attention
 """
@@ -26,8 +27,8 @@ from fast.triton_tools import LOG2E, dot, strides
 def load_rows(ptr, stride: tl.constexpr, left, d: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
               mask: tl.constexpr):
     """Loads R rows of d values as an (R, D) tile. With `mask`, rows from `left` on are zero: past its length a
-    cache may hold NaN, and p @ v would spread it even where p is 0. The tests are on constexprs, so a kernel
-    for d = 64 has no mask at all."""
+    cache may hold NaN, and p @ v would spread it even where p is 0. The tests are on constexprs, so
+    with d = 64 full tiles are loaded without a mask."""
     r, c = tl.arange(0, R)[:, None], tl.arange(0, D)[None, :]
     if mask or d < D:
         return tl.load(ptr + r * stride + c, mask=(r < left) & (c < d), other=0.0)
@@ -57,8 +58,8 @@ def attend_tile(q, k, v, acc, m, z, scale, left, N: tl.constexpr, mask: tl.const
 
 @triton.jit
 def shares(n_ptr, b, cap, num_splits, l: tl.constexpr, N: tl.constexpr, least: tl.constexpr):
-    """Splits the key tiles of batch row b (first the prefix, then the block) into equal shares of at least
-    `least` tiles. -> prefix length, prefix tiles, all tiles, tiles in a share"""
+    """Splits the key tiles of batch row b (first the prefix, then the block) into shares of one size, at least
+    `least` tiles; the last may be smaller. -> prefix length, prefix tiles, all tiles, tiles in a share"""
     n = tl.minimum(tl.load(n_ptr + b), cap)
     cached = tl.cdiv(n, N)
     total = cached + tl.cdiv(l, N)

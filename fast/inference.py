@@ -5,7 +5,7 @@
   3. Matrix products with few rows are split in two; the MLP's first product also applies the GELU.
   4. Additions to the residual stream are fused with the norm that follows them.
   5. A finished block is committed in the same forward pass as the first step of the next block.
-  6. The last layer computes only the positions that the step may reveal.
+  6. The last layer's output projection and MLP compute only the positions that the step may reveal.
 
     python -m pytest tests/test_sample.py -k fused      prepared weights give the same tokens
     python bench.py sample                              generation speed
@@ -200,21 +200,21 @@ class InferenceLayer(Layer):
         h, u = self.read(stream, mod)
         return self.add(take(h, at), *self.fused.denoise(u, state, lengths, rope, at), mod)
 
-    def commit_and_denoise(self, stream, c_clean, c_noisy, state, lengths, rope, at=None, last=False):
+    def commit_and_denoise(self, stream, c_noisy, state, lengths, rope, at=None, last=False):
         """`extend` and then `denoise` in one pass, so that weights are read once. Rows (2 b, l, d) are b finished
         blocks, then the b active blocks that follow them; lengths (2 b,) counts the tokens before each. In the last
         layer (`last`) the result has only the active blocks."""
-        mod = self.modulation_of_both(c_clean, c_noisy)
+        mod = self.modulation_of_both(c_noisy)
         h, u = self.read(stream, mod)
         parts, power = self.fused.commit_and_denoise(u, state, lengths, rope, at, last)
         if last:
             h, mod = take(h[len(h) // 2:], at), self.modulation(c_noisy)
         return self.add(h, parts, power, mod)
 
-    def modulation_of_both(self, c_clean, c_noisy):
+    def modulation_of_both(self, c_noisy):
         """Modulation of m clean rows followed by m noisy rows, for c_noisy (m, 1, d)."""
         mod = self.modulation(c_noisy)
-        if c_clean is not None or c_noisy is None:      # clean and noisy rows have the same modulation
+        if c_noisy is None:                             # folded into the weights
             return mod
         identity = [0, 0, 1, 0, 0, 1]                   # of clean rows: shift 0, scale 0, gate 1
         return [p if p is None else torch.cat([torch.full_like(p, v), p]) for p, v in zip(mod, identity)]
@@ -269,11 +269,10 @@ class InferenceModel(BlockDiffusionLM):
         sure that the cache has room: a check would wait for the device."""
         l, c = xt.size(1), self.condition(t)
         stream = self.embed(torch.cat([x0_block, xt])), None, None
-        c_clean = None if self.config.time_conditioning else c
         lengths = torch.cat([cache.lengths, cache.lengths + l])
         rope = self.rope_after(lengths, l)
         for layer, state, asked, last in self.layers_with(cache, at):
-            stream = layer.commit_and_denoise(stream, c_clean, c, state, lengths, rope, asked, last)
+            stream = layer.commit_and_denoise(stream, c, state, lengths, rope, asked, last)
         cache.lengths += l
         return self.final(stream, c)
 

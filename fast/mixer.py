@@ -3,8 +3,8 @@ A Mamba-2 mixer, from the result of its input projection to its output, as one o
 model.Mamba2.forward in training. In generation, its gated-norm kernel replaces ops.gated_norm.
 
 Autograd would store the convolved x, B, C and the normed y of every mixer, and copy the gradients of z, x, B, C and dt
-into one tensor. This backward recomputes them (a convolution and a norm, both cheap) and writes each gradient directly
-to its place in one buffer. That needs less memory and fewer passes over it.
+into one tensor. This backward recomputes the convolution and the norm, both cheap, and writes each gradient directly to
+its place in one buffer. That needs less memory and fewer passes over it.
 
 Without a GPU, Triton's interpreter tests it:    python -m pytest tests/kernels/test_kernels.py -k mixer
 Time whole models of it on one:                  python bench.py train --only=mamba_h_350m

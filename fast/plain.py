@@ -12,7 +12,7 @@ import ops
 from model import rotate
 from ops import EPS, at_least_fp32, replaceable
 
-SCAN_ROW = 512                          # the longest row that the kernels scan
+SCAN_ROW = 512                          # longest row of the scan, if the block has a divisor from 16 to this
 
 
 @replaceable
@@ -69,7 +69,7 @@ def causal_conv_both(u, weight, bias, initial):
 
 @replaceable
 def cached_attention_pairs(q, k, v, k_cache, v_cache, lengths, block_len):
-    """`ops.cached_attention` of 2 b rows, one block each, to b caches: rows i and b + i read cache i."""
+    """`ops.cached_attention` of b or 2 b rows, one block each, to b caches: row i reads cache i mod b."""
     k_cache, v_cache = (cache.repeat(len(q) // len(cache), 1, 1, 1) for cache in (k_cache, v_cache))
     return ops.cached_attention(q, k, v, k_cache, v_cache, lengths, block_len)
 

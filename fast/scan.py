@@ -62,7 +62,7 @@ def scan_row(s, block_len):
 #                      w (ways) and b (sequences). A last axis without a stride is contiguous, and so is a tensor
 #                      without strides.
 #     rows             rows per sequence, which tells where the initial state of a row lies: see `state_view`
-#     ways, way        scan directions: tiles_kernel can run the forward and the reverse scan of a block at once
+#     ways, way        scan directions: forward_kernel can run the forward and the reverse scan of a block at once
 #     power            the mean square over p of the gated y, from which the RMS norm after the scan is computed
 #     xq, bq, dtq      a chunk of x (q, p), of B (q, n), of dt (q,); xk, bk, dtk: the same in a loop over chunks k
 #     kn, kp           0..n-1 and 0..p-1
@@ -73,20 +73,19 @@ def scan_row(s, block_len):
 # q = 64 wastes nothing. A larger q does more work inside chunks and needs more registers than there are.
 TUNE = {
     "forward": dict(q=64, num_warps=4, num_stages=1),
-    "tiles": dict(q=64, num_warps=4, num_stages=1),
     "walk": dict(q=64, num_warps=4, num_stages=3),
     "after": dict(q=64, num_warps=8, num_stages=3),
     "before": dict(q=64, num_warps=4, num_stages=3),
 }
-# Up to FEW (row, way, head) triples and rows of SHORT tokens, tiles are faster than a walk: assets/scan_variants.json
+# forward_kernel runs tiles up to FEW (row, way, head) triples (assets/scan_variants.json) in rows of at most SHORT
+# tokens; else it walks.
 FEW, SHORT = 576, 1024
 
 
 def settings(kernel, x):
-    """The launch settings of a kernel for x (r, l, h, p), or (r, l, ways, h, p) for "tiles": TUNE, with exceptions for
-    shapes, dtypes and GPUs."""
+    """The launch settings of a kernel for x (..., p): TUNE, with exceptions for head dimensions, dtypes and GPUs."""
     how = TUNE[kernel]
-    # Measured on an H200 with Triton 3.6: y is wrong with q = 64 at head dimensions 16 and 32.
+    # On an H200 with Triton 3.6, a walk's y was wrong with q = 64 at head dimensions 16 and 32.
     if kernel == "forward" and x.shape[-1] != 64:
         how = how | dict(q=32)
     if not x.is_cuda:
@@ -124,8 +123,8 @@ def store2(ptr, step, ok, stride, cols, values):
 
 @triton.jit
 def softplus(u):
-    """log(1 + e^u) = max(u, 0) + log(1 + z) with z = e^-|u|, precise also where z is tiny. Rounding turns 1 + z into
-    `one`, which adds only one - 1 of z; the factor z / (one - 1) corrects the logarithm for that."""
+    """log(1 + e^u) = max(u, 0) + log(1 + z) with z = e^-|u|, precise also where z is tiny. 1 + z rounds to `one`; the
+    factor z / (one - 1) makes up for the rounding."""
     z = tl.exp2(-tl.abs(u) * LOG2E)
     one = 1 + z
     return tl.maximum(u, 0.0) + tl.where(one == 1, z, tl.log(one) * (z / (one - 1)))
@@ -189,20 +188,20 @@ def tile_scores(cq, bk, a, ak, dtk, d_head, apart, q: tl.constexpr):
 
 
 @triton.jit
-def gated(yq, z, first, step, ok, stride, kp, power, h_ways):
+def gated(yq, z, first, step, ok, stride, kp, power, power_stride):
     """y silu(z) of a tile. Stores its mean square over p into `power`."""
     zq = load2(z, first, step, ok, stride, kp).to(tl.float32)
     yq *= zq * tl.sigmoid(zq)
-    tl.store(power + step * h_ways, tl.sum(yq * yq, 1) / kp.shape[0], mask=ok)
+    tl.store(power + step * power_stride, tl.sum(yq * yq, 1) / kp.shape[0], mask=ok)
     return yq
 
 
 @triton.jit
-def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
-                 sxr, sxl, sxw, sxh, sdr, sdl, sdw, sdh, sBr, sBl, sBw, sCr, sCl, sCw,
-                 rows, ssb, ssr, ssh, szr, szl, szw, szh,
-                 n: tl.constexpr, p: tl.constexpr, q: tl.constexpr, ways: tl.constexpr, forward_only: tl.constexpr,
-                 walk: tl.constexpr):
+def forward_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
+                   sxr, sxl, sxw, sxh, sdr, sdl, sdw, sdh, sBr, sBl, sBw, sCr, sCl, sCw,
+                   rows, ssb, ssr, ssh, szr, szl, szw, szh,
+                   n: tl.constexpr, p: tl.constexpr, q: tl.constexpr, ways: tl.constexpr, forward_only: tl.constexpr,
+                   walk: tl.constexpr):
     """
     The forward pass of the scan, in one of two forms. With `walk`, one program has one (row, way, head) and walks the
     row chunk by chunk, with the state in registers. Neighbouring programs are heads of one row, so they find their
@@ -217,11 +216,11 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
     Way 0 is the forward scan, from s0. Way 1, if there are two ways, is the reverse scan: from zeros, from the last
     token of the row to the first. Its pointers start at the last token, and its strides between positions are negative.
     With `forward_only` way 1 is not computed, and its y and power are zeros. With z, y becomes y silu(z), and `power`
-    (r, l, ways, h) gets the mean square of that.
+    (r, l, ways, h) gets the mean square of that. `final` (r, h, p, n) gets the last states of way 0.
     """
     head, way = tl.program_id(0) % h, tl.program_id(0) // h % ways
     row = (tl.program_id(0) // (h * ways)).to(tl.int64)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late tiles have most to do, so they start first
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # without `walk` late tiles have most to do: they start first
     kn, kp = tl.arange(0, n), tl.arange(0, p)
     end, sign = tl.cast(way, tl.int64) * (l - 1), 1 - 2 * way
     x += row * sxr + way * sxw + end * sxl + head * sxh
@@ -242,7 +241,7 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
         z += row * szr + way * szw + end * szl + head * szh
     if walk:
         if tile > 0:
-            return  # the row has one program
+            return  # tile 0 walks the whole row
     elif tile * q < l:
         cq = load2(C, first, step, ok, sCl, kn)
         # The loop goes back from the tile itself, k = 0, to the start of the row. The exponent of L_ij is
@@ -281,8 +280,7 @@ def tiles_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
             x_end = (xk * (dtk * tl.exp2(total - ak))[:, None]).to(xk.dtype)
             s = dot(tl.trans(bk), x_end, s * tl.exp2(total))
         if final is not None:
-            last = (row * (1 if forward_only else ways) + way) * h + head
-            tl.store(final + last * p * n + kp[None, :] * n + kn[:, None], s)
+            tl.store(final + (row * h + head) * p * n + kp[None, :] * n + kn[:, None], s)
 
 
 @triton.jit
@@ -321,12 +319,12 @@ def walk_kernel(x, steps, B, s0, states, final, l, h,
 # The backward. For each chunk walk_kernel gives the state S before it and the gradient G of the state after it. With
 # V_ij = L_ij (C_i.B_j) (dy_i.x_j):
 #
-#     u_j  = sum_i L_ij (C_i.B_j) dy_i + e^{a_q - a_j} G B_j          the gradient of dt_j x_j
+#     u_j  = sum_i L_ij (C_i.B_j) dy_i + e^{a_q - a_j} B_j G          the gradient of dt_j x_j
 #     dx_j = dt_j u_j + D dy_j
 #     dB_j = sum_i (sum_heads L_ij dt_j dy_i.x_j) C_i + sum_heads e^{a_q - a_j} dt_j G x_j
 #     dC_i = sum_j (sum_heads L_ij dt_j dy_i.x_j) B_j + sum_heads e^{a_i} S dy_i
 #     dloss/d(dt_i A) = sum_{j<i<=k} V_kj dt_j + sum_{k>=i} dy_k.(e^{a_k} C_k S)
-#                       + sum_{j<i} dt_j x_j.(e^{a_q - a_j} G B_j) + e^{a_q} <G, S>
+#                       + sum_{j<i} dt_j x_j.(e^{a_q - a_j} B_j G) + e^{a_q} <G, S>
 #
 # Three kernels compute this in turn. One kernel would need more registers than there are:
 #
@@ -336,8 +334,8 @@ def walk_kernel(x, steps, B, s0, states, final, l, h,
 #
 # A program of the first two has one (row, chunk) and loops over the heads: dB and dC sum over heads, and this needs no
 # atomics. after_kernel stores the sum over heads of L_ij dt_j dy_i.x_j in `kvs`, and before_kernel reads it. The (q, q)
-# matrices have j down and i across, transposed. So each product takes its operands as they are, and no result of a
-# product is transposed in registers (which Triton 3.6 gets wrong on Hopper).
+# matrices have j down and i across. So no result of a product is transposed in registers (which Triton 3.6 gets wrong
+# on Hopper).
 
 @triton.jit
 def after_kernel(x, steps, B, C, D, dy, G, dx, sums, kvs, dB, l, h,
@@ -348,7 +346,7 @@ def after_kernel(x, steps, B, C, D, dy, G, dx, sums, kvs, dB, l, h,
     needs (before_kernel adds sums[4]):
         sums[0]    at j: sum_i V_ij dt_j
         sums[1]    at i: sum_j V_ij dt_j
-        sums[2]    at j: dt_j x_j.(e^{a_q - a_j} G B_j)
+        sums[2]    at j: dt_j x_j.(e^{a_q - a_j} B_j G)
         sums[3]    at i: dy_i.x_i
     """
     row, c = (tl.program_id(0) // tl.cdiv(l, q)).to(tl.int64), tl.program_id(0) % tl.cdiv(l, q)
@@ -369,7 +367,7 @@ def after_kernel(x, steps, B, C, D, dy, G, dx, sums, kvs, dB, l, h,
     for head in range(h):
         xq = load2(x + row * sxr + head * sxh, first, step, ok, sxl, kp)
         dyq = load2(dy + row * syr + head * syh, first, step, ok, syl, kp)
-        state = ((row * tl.cdiv(l, q) + c) * h + head) * n * p + (kn[:, None] * p + kp[None, :])
+        state = (chunk * h + head) * n * p + (kn[:, None] * p + kp[None, :])
         g = tl.load(G + state)  # (n, p)
         dtq, a, total = load_step_sizes(steps, chunk, all_chunks, head, h, q)
         d_head = tl.load(D + head)  # loaded early, so that its use below need not wait
@@ -418,7 +416,7 @@ def before_kernel(steps, B, C, dy, S, G, reads, tail, kvs, dC, l, h,
     dc = tl.zeros((q, n), tl.float32)
     for head in range(h):
         dyq = load2(dy + row * syr + head * syh, first, step, ok, syl, kp)
-        state = ((row * tl.cdiv(l, q) + c) * h + head) * n * p + (kn[:, None] * p + kp[None, :])
+        state = (chunk * h + head) * n * p + (kn[:, None] * p + kp[None, :])
         s, g = tl.load(S + state), tl.load(G + state)  # (n, p)
         gs = tl.sum(g.to(tl.float32) * s.to(tl.float32))
         _, a, total = load_step_sizes(steps, chunk, all_chunks, head, h, q)
@@ -438,10 +436,10 @@ def decays_kernel(sums, tail, steps, A, ddt, dA, dD, dbias, l, h, sdr, sdl, sdh,
     ddt of one chunk, and the chunk's parts of dA and dD (r chunks, h). With `dbias` its part of that too; ddt is then
     the gradient of the argument of softplus.
 
-    dlog_i, the gradient of dt_i A, is the sum over k >= i of rows_k - cols_k, plus `ends`. Of V, rows have the pairs
-    (k, j) with k >= i and cols those with j >= i. Pairs in both cancel, which leaves j < i <= k; the two sums must be
-    of the same V, or rounding would not cancel. `ends` has tail and the sum over all j of sums[2]; cols takes off those
-    of j >= i, which leaves j < i.
+    dlog_i, the gradient of dt_i A, is the sum over k >= i of rows_k - cols_k, plus `ends`; rows is sums[1] + sums[4],
+    cols sums[0] + sums[2]. Of V, rows have the pairs (k, j) with k >= i and cols those with j >= i. Pairs in both
+    cancel, which leaves j < i <= k; the two sums must be of the same V, or rounding would not cancel. `ends` has tail
+    and the sum over all j of sums[2]; cols takes off those of j >= i, which leaves j < i.
     """
     chunk, all_chunks = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     row, c = chunk // tl.cdiv(l, q), chunk % tl.cdiv(l, q)
@@ -457,7 +455,7 @@ def decays_kernel(sums, tail, steps, A, ddt, dA, dD, dbias, l, h, sdr, sdl, sdh,
     rows += tl.load(sums + 4 * size + at, mask=mask, other=0.0)
     dlog = tl.cumsum(rows - cols, 1, reverse=True) + ends[:, None]
     dtq = tl.load(steps + at, mask=mask, other=0.0)
-    # The gradient of dt_j through dt_j x_j = cols_j / dt_j; that through a_j is dlog A. Where softplus underflows to
+    # Through dt_j x_j, dt_j gets the gradient cols_j / dt_j; through a_j, dlog_j A. Where softplus underflows to
     # dt = 0, its derivative is 0 too.
     direct = tl.where(dtq > 0, cols / dtq, 0.0)
     tl.store(dA + chunk * h + head, tl.sum(dlog * dtq, 1), mask=head < h)
@@ -483,8 +481,8 @@ def state_view(s0):
 
 
 class StepSizes:
-    """The step sizes dt (r, l, h), of any strides, and their decays with A (h,), in the form in which several kernels
-    need them. Each form is made once. If `bias` (h,) is given, dt is the value before bias and softplus."""
+    """The step sizes dt (r, l, h), of any strides, and their decays with A (h,). Kernels that read them from memory
+    share one buffer for each chunk length. If `bias` (h,) is given, dt is the value before bias and softplus."""
 
     def __init__(self, dt, A, bias=None):
         self.dt, self.A, self.bias, self.made = dt, A, bias, {}
@@ -501,7 +499,7 @@ class StepSizes:
 
     def log_decays(self, x):
         """The log decay over each whole row of the sequences x (b, s, h, p). -> (b, rows of a sequence, h). It uses the
-        chunk length of `walk`, whose buffer is made anyway."""
+        chunk length of walk_kernel, whose buffer is made anyway."""
         a = self.of(settings("walk", x)["q"])[1, :, :, -1]  # (r chunks, h): a_q of every chunk
         a = a.unflatten(0, (len(self.dt), -1)).sum(1) / LOG2E.value  # (r, h), in natural units
         return a.view(len(x), -1, x.shape[2])
@@ -516,33 +514,31 @@ def walk(x, steps, B, s0=None, states=None, final=None, q=None, adjoint=False):
         *state_view(s0), n=B.shape[-1], p=p, ADJOINT=adjoint, **how)
 
 
-def tiles(x, dt, bias, A, B, C, D, s0, y, z=None, power=None, final=None, forward_only=False):
-    """Runs tiles_kernel, see its docstring. Shapes are those of `plain.ssd_scan_both`, but its axis of size 2 has the
+def forward(x, dt, bias, A, B, C, D, s0, y, z=None, power=None, final=None, forward_only=False):
+    """Runs forward_kernel, see its docstring. Shapes are those of `plain.ssd_scan_both`, but its axis of size 2 has the
     size `ways`, 1 or 2. Writes into y, power and final."""
     r, l, ways, h, p = x.shape
-    walk = r * (ways - forward_only) * h > FEW or l > SHORT
-    how = settings("forward" if walk else "tiles", x)
+    walks, how = r * (ways - forward_only) * h > FEW or l > SHORT, settings("forward", x)
     # With forward_only a walk needs the other programs too: they write zeros.
-    n_tiles = 1 if walk and not forward_only else triton.cdiv(l, how["q"]) + (final is not None and not walk)
-    tiles_kernel[(r * ways * h, n_tiles)](
+    n_tiles = 1 if walks and not forward_only else triton.cdiv(l, how["q"]) + (final is not None)
+    forward_kernel[(r * ways * h, n_tiles)](
         x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h, *strides(x, 4), *strides(dt, 4),
         *strides(B, 3), *strides(C, 3), *state_view(s0), *strides(z, 4), n=B.shape[-1], p=p,
-        ways=ways, forward_only=forward_only, walk=walk, **how)
+        ways=ways, forward_only=forward_only, walk=walks, **how)
 
 
-def room_for_final(x, B, wanted=True):
+def room_for_final(x, B, wanted):
     """An uninitialised tensor for the last states; an empty one if they are not wanted, as operators cannot return
     None."""
-    r, l, h, p = x.shape
+    r, _, h, p = x.shape
     return x.new_empty((r, h, p, B.shape[-1]) if wanted else (0,), dtype=torch.float32)
 
 
 def rows_forward(x, steps, B, C, D, s0, return_final=False):
     """`ssd_rows` without gradients. steps: StepSizes. -> y, and the last states, which are empty unless return_final"""
-    r, l, h, p = x.shape
     y, final = x.new_empty(x.shape), room_for_final(x, B, return_final)
-    tiles(*(u[:, :, None] for u in (x, steps.dt)), steps.bias, steps.A, B[:, :, None], C[:, :, None], D, s0, y,
-          final=final if return_final else None)
+    forward(x[:, :, None], steps.dt[:, :, None], steps.bias, steps.A, B[:, :, None], C[:, :, None], D, s0, y,
+            final=final if return_final else None)
     return y, final
 
 
@@ -600,18 +596,18 @@ def ssd_rows(x, dt, A, B, C, D, s0=None, return_final=False):
 
 
 def ssd_scan_both(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
-    """As plain.ssd_scan_both, in one kernel, without gradients. chunk_len is ignored. The work grows with the square of
-    the number of tokens. The plain function runs for sizes that the kernels do not support."""
+    """As plain.ssd_scan_both, in one launch, without gradients. chunk_len is ignored. The plain function runs for sizes
+    that the kernels do not support."""
     if not fits(x.shape[-1], B.shape[-1]):
         return plain.ssd_scan_both.plain(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len)
     (x, B, C, z), s0 = map(rowwise, (x, B, C, z)), statewise(initial_state)
     y, power = x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
-    tiles(x, dt, dt_bias, A, B, C, D, s0, y, z, power)
+    forward(x, dt, dt_bias, A, B, C, D, s0, y, z, power)
     return y, power
 
 
 def ssd_scan_pairs(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
-    """As plain.ssd_scan_pairs, in two kernels, without gradients. chunk_len is ignored. The plain function runs for
+    """As plain.ssd_scan_pairs, in two launches, without gradients. chunk_len is ignored. The plain function runs for
     sizes that the kernels do not support."""
     if not fits(x.shape[-1], B.shape[-1]):
         return plain.ssd_scan_pairs.plain(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len)
@@ -619,6 +615,6 @@ def ssd_scan_pairs(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
     y, power = x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
     b = len(x) // 2                                     # rows before b are finished blocks, from b on active ones
     ends = x.new_empty(b, *x.shape[-2:], B.shape[-1], dtype=torch.float32)     # (b, h, p, n)
-    tiles(x[:b], dt[:b], dt_bias, A, B[:b], C[:b], D, s0, y[:b], z[:b], power[:b], ends, forward_only=True)
-    tiles(x[b:], dt[b:], dt_bias, A, B[b:], C[b:], D, ends, y[b:], z[b:], power[b:])
+    forward(x[:b], dt[:b], dt_bias, A, B[:b], C[:b], D, s0, y[:b], z[:b], power[:b], ends, forward_only=True)
+    forward(x[b:], dt[b:], dt_bias, A, B[b:], C[b:], D, ends, y[b:], z[b:], power[b:])
     return y, power, ends

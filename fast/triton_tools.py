@@ -23,8 +23,8 @@ def add_pairs(a, b, c, d):
 
 def operator(fake):
     """Registers a function as the PyTorch operator nanobdlm::<its name>, which torch.compile does not look into.
-    `fake` gets the same arguments and returns empty tensors of the result's shapes. torch.library.custom_op does the
-    same, but its first call imports torch.compile, which takes seconds."""
+    `fake` gets the same arguments and returns uninitialised tensors of the result's shapes. torch.library.custom_op
+    does the same, but its first call imports torch.compile, which takes seconds."""
     def register(function):
         name = "nanobdlm::" + function.__name__
         torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
@@ -55,7 +55,7 @@ def like(*tensors):
 
 def rowwise(u):
     """u, copied if its last dimension is not contiguous. The kernels accept any strides of the others."""
-    return u if u is None or u.stride(-1) == 1 else u.contiguous()
+    return u if u.stride(-1) == 1 else u.contiguous()
 
 
 def statewise(s0):

@@ -101,7 +101,7 @@ def loop(**inputs):
     return ops.ssd_scan_ref(**inputs)[0]
 
 
-BY_TILES = pytest.mark.parametrize("few", [0, 1000], ids=["by_chunks", "by_tiles"])
+BY_TILES = pytest.mark.parametrize("few", [0, 1000], ids=["walk", "tiles"])
 
 
 @DTYPES
