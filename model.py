@@ -331,14 +331,14 @@ class BiMamba(nn.Module):
         the scan computes it together with the states, though nothing reads it."""
         if clean.size(1) == 0:                          # a full-sequence model: one block after nothing
             return clean, self.scan_both(noisy)
-        # One clean scan leaves the state before every block (eq. boundary-state). Clean tokens
-        # have no reverse scan: it would start at blocks that the cache does not have yet.
+        # One clean scan leaves the state before every block (eq. boundary-state). Clean tokens have no reverse scan: it
+        # would start at blocks that the cache does not have yet.
         y, conv, ssm = self.fwd(clean, block_len=noisy.size(1))                # states (b, k, ...)
         if self.detach_prefix:
             conv, ssm = conv.detach(), ssm.detach()
         # All noisy blocks run as one batch of b * k rows, each from its own state: block j from what clean block
-        # j - 1 left, the first from zeros. Without detach_prefix, a block's loss trains the prefix that it
-        # starts from (eq. prefix-cache-gradient).
+        # j - 1 left, the first from zeros. Without detach_prefix, a block's loss trains the prefix that it starts
+        # from (eq. prefix-cache-gradient).
         return y, self.scan_both(noisy, conv.flatten(0, 1), ssm.flatten(0, 1))
 
     # Attention needs lengths, rope and block_len. A scan does not: its state stands for all that came before.
@@ -657,8 +657,8 @@ class BlockDiffusionLM(nn.Module):
 
 
 def cast_for_inference(model, dtype):
-    """Casts the weights of a model in place, sets evaluation mode, and returns the model. A_log, dt_bias and D
-    stay in fp32 or better: errors of a decay grow over thousands of positions."""
+    """Casts the weights of a model in place, sets evaluation mode, and returns the model. A_log, dt_bias and D stay
+    in fp32 or better: errors of a decay grow over thousands of positions."""
     for name, p in model.named_parameters():
         exact = name.endswith(("A_log", "dt_bias", ".D"))
         p.data = p.data.to(ops.at_least_fp32(dtype) if exact else dtype)

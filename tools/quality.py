@@ -151,10 +151,9 @@ def picture(record, path):
         names = {}                                      # points that coincide share a label; models alternate sides
         for row in mine:
             names.setdefault((round(math.log10(row["tok_per_s"]), 1), round(row["bpb"], 2)), []).append(row)
-        for rows_there in names.values():
-            ax.annotate(", ".join(row["decoder"] for row in rows_there),
-                        (rows_there[0]["tok_per_s"], rows_there[0]["bpb"]), (5, -10 if i % 2 else 5),
-                        textcoords="offset points", fontsize=7, color=colour)
+        for same in names.values():
+            ax.annotate(", ".join(row["decoder"] for row in same), (same[0]["tok_per_s"], same[0]["bpb"]),
+                        (5, -10 if i % 2 else 5), textcoords="offset points", fontsize=7, color=colour)
     ax.axhline(real["bpb"], color="0.5", ls="--", lw=1)
     ax.annotate("real text", (0.01, real["bpb"]), (0, 3), xycoords=("axes fraction", "data"),
                 textcoords="offset points", color="0.4", fontsize=8)
