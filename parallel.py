@@ -173,6 +173,9 @@ class Parallel:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.device.index or 0)))
             torch.cuda.set_device(self.device)
         if self.world > 1:
+            # Imported later, its default arguments would keep the process group, and gloo's threads, until the exit,
+            # where these threads now and then abort the process.
+            importlib.import_module("torch.distributed.nn")
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
 

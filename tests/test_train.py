@@ -1,4 +1,5 @@
 """Training: exact resume, any number of processes, AdamW, weights of another block length. Tiny models and texts."""
+import os
 import subprocess
 import sys
 
@@ -82,6 +83,27 @@ def test_processes_on_one_or_two_nodes_train_the_same_model_as_one(corpus, tmp_p
     np.testing.assert_allclose(*losses, rtol=1e-4)
     run(tiny + [f"--out_dir={many}", "--max_iters=6", "--resume"])
     assert load_checkpoint(f"{many}/ckpt.pt")["step"] == 6
+
+
+CLOSED = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from parallel import Parallel
+parallel = Parallel("cpu", 60)
+torch.optim.AdamW([torch.zeros(1)])             # imports modules that keep the process group, if they are not there yet
+parallel.sum([1.0])
+parallel.close()
+threads = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+sys.exit(any("gloo" in name for name in threads))
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads the threads of a process from Linux's /proc")
+def test_no_thread_of_the_process_group_is_left_at_the_exit(tmp_path):
+    """Such a thread may need the interpreter while that shuts down, which aborts the process."""
+    (tmp_path / "closed.py").write_text(CLOSED)
+    torchrun(tmp_path, str(tmp_path / "closed.py"), str(ROOT))
 
 
 def test_sharded_adamw_is_adamw_with_clipped_gradients_and_weight_decay_of_matrices_alone():
