@@ -143,15 +143,13 @@ class Prefix:
     cache: Cache                        # of one row; max_len is the length of the prompt's whole blocks
 
 
-def copy_rows(source, target, rows):
-    """Copies the one-row cache `source` into the rows `rows` of the cache `target`, whose max_len may be larger."""
-    for i in rows:
-        row = target.rows(i, i + 1)                     # shares the memory of `target`
-        for source_state, row_state in zip(source.layers, row.layers):
-            for a, b in zip(source_state, row_state):
-                # Keys and values fill the first positions of the longer row. Boundary states have equal shapes.
-                b[tuple(slice(n) for n in a.shape)].copy_(a)
-        row.lengths.copy_(source.lengths)
+def copy_row(source, target):
+    """Copies a cache of one row into another, whose max_len may be larger."""
+    for source_state, target_state in zip(source.layers, target.layers):
+        for a, b in zip(source_state, target_state):
+            # Keys and values fill the first positions of a longer row. Boundary states have equal shapes.
+            b[tuple(slice(n) for n in a.shape)].copy_(a)
+    target.lengths.copy_(source.lengths)
 
 
 def need_cache(config):
@@ -169,7 +167,7 @@ def read_prefix(model, tokens, before=None, on_chunk=None):
     l = model.config.block_len
     cache = model.new_cache(1, len(tokens) // l * l)
     if before is not None:
-        copy_rows(before.cache, cache, [0])
+        copy_row(before.cache, cache)
     held = int(cache.lengths)                           # tokens that the cache holds already
     model.prefill(tokens[None, held:cache.max_len].to(cache.lengths.device), cache, on_chunk=on_chunk)
     return Prefix(tokens, cache)

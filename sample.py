@@ -23,9 +23,9 @@ import time
 import torch
 
 import ops
-from checkpoint import (copy_rows, find_checkpoint, fingerprint, load_model, load_prefix, need_cache, read_prefix,
+from checkpoint import (copy_row, find_checkpoint, fingerprint, load_model, load_prefix, need_cache, read_prefix,
                         save_prefix)
-from data import VOCABULARY, DataError, batches, get_tokenizer
+from data import VOCABULARY, DataError, get_tokenizer
 from decoders import ActiveBlock, Sampler, check_decoder
 from files import check_file
 from model import BlockDiffusionLM, ModelError, cast_for_inference, config_from_file, take
@@ -60,7 +60,6 @@ engine = "auto"                         # auto, simple, fused or graphs: all dra
 # ---------------------------------------------------------------------------------------------
 
 ENGINES = ("auto", "simple", "fused", "graphs")
-READ_TOGETHER = 4096                    # tokens of different short prompts that go through the model together
 
 
 # ---------------------------------------------------------------------------------------------
@@ -271,22 +270,18 @@ def read_prompts(model, cache, prompts, starts, prefix, on_read=None):
     Fills the cache with the first starts[i] tokens of prompt i. The tokens of `prefix` are copied from its cache. A
     prompt that several rows have is read once, and its cache is copied to the other rows.
     """
-    rows_by_start, device = {}, cache.lengths.device    # {start: {prompt: the rows that have it}}
+    first_rows = {}                                     # for each prompt the first row that has it
     for i, (prompt, start) in enumerate(zip(prompts, starts)):
-        rows_by_start.setdefault(start, {}).setdefault(prompt.cpu().numpy().tobytes(), []).append(i)
-    for start, rows_by_prompt in rows_by_start.items():
-        # Prompts that are read together must have the same number of tokens to read.
-        for group in batches(list(rows_by_prompt.values()), READ_TOGETHER // max(start, 1)):
-            # A single prompt may be long, so it is read directly into its first row. Several prompts, which are short,
-            # are read into a small cache of their own and copied from there.
-            alone, first = len(group) == 1, group[0][0]
-            target = cache.rows(first, first + 1) if alone else model.new_cache(len(group), start)
-            if prefix:
-                copy_rows(prefix.cache, target, range(len(group)))
-            unread = [prompts[rows[0]][int(target.lengths[0]):start] for rows in group]
-            model.prefill(torch.stack(unread).to(device), target, on_chunk=on_read)
-            for j, rows in enumerate(group):
-                copy_rows(target.rows(j, j + 1), cache, rows[1:] if alone else rows)
+        if start == 0:                                  # no whole block
+            continue
+        tokens, row = prompt[:start].to(cache.lengths.device), cache.rows(i, i + 1)        # row: the cache's own memory
+        first = first_rows.setdefault(tuple(tokens.tolist()), i)
+        if first < i:
+            copy_row(cache.rows(first, first + 1), row)
+            continue
+        if prefix:
+            copy_row(prefix.cache, row)
+        model.prefill(tokens[None, int(row.lengths):], row, on_chunk=on_read)
 
 
 # ---------------------------------------------------------------------------------------------
