@@ -518,7 +518,10 @@ def forward(x, dt, bias, A, B, C, D, s0, y, z=None, power=None, final=None, forw
     """Runs forward_kernel, see its docstring. Shapes are those of `plain.ssd_scan_both`, but its axis of size 2 has the
     size `ways`, 1 or 2. Writes into y, power and final."""
     r, l, ways, h, p = x.shape
-    walks, how = r * (ways - forward_only) * h > FEW or l > SHORT, settings("forward", x)
+    triples, how = r * (ways - forward_only) * h, settings("forward", x)
+    walks = triples > FEW or l > SHORT
+    if not walks and triples > 256 and x.is_cuda:  # with at most 168 registers, three programs share a multiprocessor
+        how = dict(maxnreg=168) | how
     # With forward_only a walk needs the other programs too: they write zeros.
     n_tiles = 1 if walks and not forward_only else triton.cdiv(l, how["q"]) + (final is not None)
     forward_kernel[(r * ways * h, n_tiles)](
