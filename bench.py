@@ -10,7 +10,7 @@ tab:inference-throughput), and compares each heavy operation with a library and 
 Compilation, capture and warm-up are not part of the measured time. Every run prints hardware, clocks, versions and
 the selected kernels, and ends with one JSON line. On a CPU it measures small models.
 """
-from configurator import ConfigError, check, configure, script, tqdm  # first: see quiet_interrupt
+from configurator import ConfigError, check, check_names, configure, script, tqdm  # first: see quiet_interrupt
 import contextlib
 import json
 import statistics
@@ -27,13 +27,13 @@ from files import check_file, write_file
 from model import BlockDiffusionLM, config_from_file, train_flops
 from parallel import (Parallel, ShardedAdamW, ampere, compile_layers, described, hardware, matmul_ceiling,
                       pick_dtype, select_kernels)
-from sample import open_engine
+from sample import now, open_engine
 
 # -- settings --
 only = []                               # config files or operations, e.g. mamba_h_350m,attention_350m; []: all
 lengths = []                            # generated lengths; []: the paper's
-batch = [1]                             # batch sizes of `sample`; batch x length is at most the longest length
-whole = [256, 1024, 8192, 32768, 65536] # lengths that block models generate from start to end
+batch = [1]                             # batch sizes of `sample`
+whole = [256, 1024, 8192, 32768, 65536]  # lengths that block models generate from start to end
 tokens_per_step = 16                    # p, tokens revealed per step
 micro_batch_size = 8                    # training sequences per device
 seq_len = 0                             # tokens of a training sequence; 0: as in the config file
@@ -47,23 +47,16 @@ compile = True                          # torch.compile the layers; on CUDA only
 dist_timeout = 300                      # seconds after which a collective that a rank has not joined ends the job
 
 # -- measuring --
-def synchronize(dev):
-    if dev.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def measure(step, dev, in_a_row=1):
     """Times step(). Returns the median seconds of `iterations` measurements, their spread (max - min) / median, and the
     seconds of the very first call, which may compile. Each measurement, except that first call, is the mean of
     `in_a_row` calls without a synchronisation between them."""
     times = []
     for calls in [1] + [in_a_row] * (warmup + iterations):
-        synchronize(dev)
-        start = time.perf_counter()
+        start = now(dev)
         for _ in range(calls):
             step()
-        synchronize(dev)
-        times.append((time.perf_counter() - start) / calls)
+        times.append((now(dev) - start) / calls)
     counted = times[1 + warmup:]
     median = statistics.median(counted)
     return median, (max(counted) - min(counted)) / median, times[0]
@@ -96,16 +89,16 @@ def release():
 
 
 @contextlib.contextmanager
-def noting(row, everything=False):
-    """A context that writes an out-of-memory error into row["error"] and ends without raising it; with `everything`,
-    any other error too."""
+def recording_errors(row, any_error=False):
+    """A context that writes an out-of-memory error into row["error"] and ends without raising it; with `any_error`,
+    every other error too."""
     try:
         yield
     except Exception as error:
-        full = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
-        if not full and not everything:
+        out_of_memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+        if not out_of_memory and not any_error:
             raise
-        row["error"] = "does not fit in memory" if full else (
+        row["error"] = "does not fit in memory" if out_of_memory else (
             f"failed: {type(error).__name__}: {str(error)[:80]!r}")
 
 
@@ -116,7 +109,7 @@ def run_all(parallel, names, make_rows, describe, rows_each=1):
     rows, ceilings = [], measured_ceilings(parallel.device)
     def rows_of(name):
         failed = dict(config=name)
-        with noting(failed):
+        with recording_errors(failed):
             yield from make_rows(name, ceilings)
         if "error" in failed:
             yield failed
@@ -159,7 +152,7 @@ def training_config(name):
 
 def train_row(name, config, parallel, ceiling):
     """Measures the training of one model. ceiling: FLOP/s of a matrix product."""
-    dev, on_gpu = parallel.device, parallel.device.type == "cuda"
+    dev = parallel.device
     model = BlockDiffusionLM(config).to(dev)
     optimizer = ShardedAdamW(model, 1e-3, (0.9, 0.95), 0.1, parallel.rank, parallel.world)
     if compile and ampere(dev):
@@ -210,10 +203,13 @@ def bench_sample(parallel):
             # lengths are measured with a short cache.
             if not config.full_sequence:
                 measure_rows, parts = block_rows, [[n for n in ladder if n <= 8192], [n for n in ladder if n > 8192]]
-            for row in (row for part in parts if part for row in measure_rows(*engine, b, part)):
-                paper_speed = paper.SAMPLE.get(name.removesuffix("_700m"), {}).get(row["length"]) if b == 1 else None
-                row |= dict(config=name, batch=b)
-                yield dict(row, **limit_of_step(row, model, ceilings), paper=paper_speed)
+            if not ladder:
+                yield dict(config=name, batch=b, error=f"{b} rows of the shortest length are too many; give --lengths")
+            for part in filter(None, parts):
+                for row in measure_rows(*engine, b, part):
+                    theirs = paper.SAMPLE.get(name.removesuffix("_700m"), {}).get(row["length"]) if b == 1 else None
+                    row |= dict(config=name, batch=b)
+                    yield dict(row, **limit_of_step(row, model, ceilings), paper=theirs)
     names, longest = models("700m", dev), max(lengths, default=0)
     for name in names:
         if longest > (most := config_from_file(name).rope_capacity):
@@ -226,8 +222,7 @@ def open_decoder(model, new_decoder, cache, l):
     dev, started = cache.lengths.device, time.perf_counter()
     sampler = Sampler(list(range(len(cache.lengths))), tokens_per_step=tokens_per_step, mask_id=model.config.mask_id)
     decoder = new_decoder(model, cache, sampler, l)
-    synchronize(dev)
-    return decoder, dict(engine=decoder.engine, capture_s=time.perf_counter() - started)
+    return decoder, dict(engine=decoder.engine, capture_s=now(dev) - started)
 
 
 def block_rows(model, new_decoder, b, ladder):
@@ -235,7 +230,7 @@ def block_rows(model, new_decoder, b, ladder):
     Yields a row for each length of a block model with batch b. All share one cache, as large as the longest needs.
 
     The time of one block, with the commit of the block before it, is measured at several prefix lengths. The time of a
-    generation is the sum over its blocks, whose times are interpolated between these prefix lengths ("integrated").
+    generation is the sum over its blocks, whose times are interpolated between these prefix lengths.
     Lengths in `whole` are also generated from start to end, and then that is the speed of the row.
     """
     l, dev = model.config.block_len, model.embed.weight.device
@@ -271,14 +266,12 @@ def block_rows(model, new_decoder, b, ladder):
 def generation_s(decoder, cache, masks, n_blocks):
     """Seconds to generate n_blocks blocks from an empty cache."""
     cache.clear()
-    synchronize(masks.device)
-    started = time.perf_counter()
+    started = now(masks.device)
     for i in range(n_blocks):
         if i:
             decoder.commit(x0)
         x0 = decoder.decode(masks, [masks.size(1)])
-    synchronize(masks.device)
-    return time.perf_counter() - started
+    return now(masks.device) - started
 
 
 def fill(cache, model):
@@ -299,14 +292,14 @@ def full_sequence_rows(model, new_decoder, b, ladder):
     for length in ladder:
         row = dict(length=length, how="step x L / p")
         release()                                       # the last window's memory
-        with noting(row):
+        with recording_errors(row):
             decoder, about = open_decoder(model, new_decoder, model.new_cache(b, 0, length), length)
             def step():
                 decoder.block.rewind()
                 decoder.step()
             median, row["spread"], first = measure(step, model.embed.weight.device)
             about["capture_s"] += max(0, first - median)
-            row.update(about, tok_per_s=b * tokens_per_step / median)
+            row.update(about, tok_per_s=b * decoder.block.tokens_per_step / median)
         decoder = None                                  # frees its memory before the next
         yield row
 
@@ -347,8 +340,9 @@ def limit_of_step(row, model, ceilings):
     length. The two are comparable because both grow linearly with the prefix."""
     if "error" in row:
         return {}
-    c, p, width = model.config, tokens_per_step, model.head.weight.element_size()
+    c, width = model.config, model.head.weight.element_size()
     l, prefix = (row["length"], 0) if c.full_sequence else (c.block_len, row["length"] / 2)
+    p = min(tokens_per_step, l)
     limit = limit_ms(*step_work(c, row["batch"], l, prefix, p, width), ceilings)
     ms = 1000 * row["batch"] * p / row["tok_per_s"]
     return dict(ms_per_step=ms, limit_ms=limit, of_limit=limit / ms)
@@ -361,8 +355,9 @@ def format_sample(r):
         return f"{name} {r['error']}"
     ratio = r["paper"] and f"{r['tok_per_s'] / r['paper']:.1f}x the paper's A100 ({r['paper']:,})"
     also = f" ({r['integrated']:,.0f} integrated)" if "integrated" in r else ""
+    what = "a step" if r["how"] == "step x L / p" else "blocks"        # what the spread is of
     return (f"{name}{r['tok_per_s']:>10,.0f} tok/s  {r['how']}{also}  {r['ms_per_step']:.2f} ms "
-            f"a step +-{50 * r['spread']:.1f}%, {100 * r['of_limit']:.0f}% of its limit, "
+            f"a step, {what} +-{50 * r['spread']:.1f}%, {100 * r['of_limit']:.0f}% of its limit, "
             f"{r['engine']}, compile and capture {r['capture_s']:.1f} s  {ratio or ''}")
 
 
@@ -375,8 +370,8 @@ def bench_ops(parallel, comparisons):
         check(dict(only=name), choices=dict(only=[*comparisons]))
     on_gpu = dev.type == "cuda"
     def make_rows(name, ceilings):
-        kind = dict(device=dev, dtype=pick_dtype("auto", dev))
-        for comparison in comparisons[name](kind, on_gpu, on_gpu and compile):
+        factory = dict(device=dev, dtype=pick_dtype("auto", dev))
+        for comparison in comparisons[name](factory, on_gpu, on_gpu and compile):
             row = op_row(dev, **comparison)
             row["limit_ms"] = limit_ms(row["flops"], row["bytes"], ceilings)
             row["of_limit"] = row["limit_ms"] / row.get("ms", float("inf"))
@@ -401,7 +396,7 @@ def timed(f, dev, count, graph):
         return dict(error=f)
     release()
     row = {}
-    with noting(row, everything=True):
+    with recording_errors(row, any_error=True):
         before, started = torch.cuda.memory_allocated(), time.perf_counter()
         run = captured(f) if dev.type == "cuda" and graph else f
         capture_s = time.perf_counter() - started
@@ -439,10 +434,11 @@ def check_settings():
     """Checks the settings before anything is measured. Raises ConfigError."""
     check(globals(), least=dict(iterations=1, warmup=0, micro_batch_size=1, tokens_per_step=1,
                                 seq_len=0, dist_timeout=1))
+    check_names(globals(), "only")
     for name in ("lengths", "whole", "batch"):
-        if not all(type(n) is int and n > 0 for n in globals()[name]):
+        if not all(type(n) is int and n > 0 for n in globals()[name]) or name == "batch" and not batch:
             raise ConfigError(f"{name} must be whole numbers above 0, but is {globals()[name]}; write them as "
-                              f"[1024,65536]")
+                              f"1024,65536")
     check_file("out", out)
 
 

@@ -29,7 +29,8 @@ from tqdm import tqdm                   # the progress bar of all scripts, which
 STARTED = time.time()                   # when the script started: every script imports this module first
 # Names of nanoGPT's settings, and earlier names of ours, for the hint after an unknown name.
 OTHER_NAMES = dict(start="prompt", max_new_tokens="length", block_size="seq_len", n_embd="d_model", dataset="data",
-                   lr_decay_iters="max_iters", eval_iters="eval_sequences", order="decoder")
+                   lr_decay_iters="max_iters", eval_iters="eval_sequences", order="decoder",
+                   gradient_accumulation_steps="micro_batch_size")
 PLAIN = (bool, int, float, str, list, tuple, type(None))    # types of the values that a setting can have
 
 
@@ -70,6 +71,8 @@ def check_name(name, settings, where):
         if OTHER_NAMES.get(name) in settings:
             near = [OTHER_NAMES[name]]
         hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all settings"
+        if where != "command line":
+            hint += "; the name of a helper variable begins with _"
         raise ConfigError(f"{where}: there is no setting '{name}'; {hint}")
 
 
@@ -83,7 +86,7 @@ def fit(name, value, default, where):
         return due(value)                           # --max_iters=2e4 is 20000
     if given in (list, tuple) and due in (list, tuple):
         return due(value)
-    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", list: "a list"}
+    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list"}
     wanted = kinds.get(due, f"a {due.__name__}")
     raise ConfigError(f"{where}: {name} takes {wanted} (default {default!r}), not {value!r}")
 
@@ -115,7 +118,7 @@ def find_config(path):
                       f"--name=value")
 
 
-def read_file(path, settings):
+def run_config(path, settings):
     """Executes a config file with a copy of the settings as its globals. Returns {name: value} of the public names that
     it added or changed. Raises ConfigError if the file does not exist or fails."""
     path = find_config(path)
@@ -125,7 +128,8 @@ def read_file(path, settings):
             exec(compile(f.read(), path, "exec"), scope)
     except (Exception, SystemExit) as error:        # the user's code may raise anything
         raise ConfigError(f"config file {path} failed: {type(error).__name__}: {error}") from error
-    helpers = (types.ModuleType, types.FunctionType, type)              # what a file imports or defines is no setting
+    # What a file imports or defines is no setting.
+    helpers = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
     return {k: v for k, v in scope.items() if not k.startswith("_") and not isinstance(v, helpers)
             and not (k in settings and v is settings[k])}
 
@@ -144,7 +148,7 @@ def print_help(namespace, settings):
     meanings = {}
     if os.path.isfile(namespace.get("__file__") or ""):
         with open(namespace["__file__"], encoding="utf-8") as f:
-            meanings = dict(re.findall(r"^(\w+) = .*?  # (.*)$", f.read(), re.MULTILINE))
+            meanings = dict(re.findall(r"^(\w+) = .*?\s# (.*)$", f.read(), re.MULTILINE))
     for name, value in settings.items():
         print(f"  --{name + ' = ' + repr(value):<34}  {meanings.get(name, '')}".rstrip())
 
@@ -165,7 +169,7 @@ def configure(namespace, argv=None):
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
-            for name, value in read_file(word, settings).items():
+            for name, value in run_config(word, settings).items():
                 check_name(name, settings, word)
                 settings[name] = fit(name, value, defaults[name], word)
             continue
@@ -203,6 +207,14 @@ def check(settings, least=None, most=None, above=None, below=None, choices=None)
     for name, allowed in (choices or {}).items():
         if settings[name] not in allowed:
             raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, but is {settings[name]!r}")
+
+
+def check_names(settings, *lists):
+    """Raises ConfigError if one of these settings, lists of names or paths, holds anything else."""
+    for name in lists:
+        if not all(isinstance(word, str) and word for word in settings[name]):
+            raise ConfigError(f"{name} must be names with commas between them, but is {settings[name]}; "
+                              f"a name that is a number is written as ./5")
 
 
 # ---------------------------------------------------------------------------------------------

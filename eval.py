@@ -14,7 +14,7 @@ once, into its cache. The first active block holds the rest of the context and t
 takes several blocks, each sees the earlier ones clean and the later ones not at all. Positions after the answer stay
 masked, because nothing is known of them.
 """
-from configurator import ConfigError, check, configure, script  # first: see quiet_interrupt
+from configurator import ConfigError, check, check_names, configure, script  # first: see quiet_interrupt
 import dataclasses
 import functools
 import itertools
@@ -422,10 +422,7 @@ def check_settings():
     """Raises ConfigError or DataError, before any work, for settings that cannot work."""
     check(globals(), least=dict(sequences=1, mc=1, batch_size=1, seq_len=0, limit=0, seed=0, dist_timeout=1),
           choices=dict(score=("pll", "nelbo"), dtype=("auto", "float32", "bfloat16")))
-    for name in ("checkpoint", "data", "tasks"):
-        if not all(isinstance(word, str) and word for word in globals()[name]):
-            raise ConfigError(f"{name} must be names with commas between them, but is {globals()[name]}; "
-                              f"a name that is a number is written as ./5")
+    check_names(globals(), "checkpoint", "data", "tasks")
     if not checkpoint:
         raise ConfigError("there is nothing to evaluate; name a file with --checkpoint=PATH")
     if tasks and not mcqa:

@@ -8,6 +8,7 @@ Safe reading and writing, for all file formats of this repository. `write_file` 
 import contextlib
 import errno
 import importlib
+import json
 import os
 import re
 import secrets
@@ -132,6 +133,12 @@ def misfit(value, form, where="record"):
         named, others = {key.removeprefix("?"): part for key, part in form.items()}, form.get("*", object)
         parts = [(part, named.get(key, others), f"{where}.{key}") for key, part in value.items()]
     return next(filter(None, (misfit(*part) for part in parts)), "")
+
+
+def load_json(path):
+    """The content of a JSON file."""
+    with open(path) as f:
+        return json.load(f)
 
 
 def read_record(path, load, form, what, advice):

@@ -17,7 +17,7 @@ channels, or the conditioning.
     python model.py                                   parameter counts of every config
     python -m pytest tests/test_model.py              what is claimed here, shown
 """
-from configurator import ConfigError, UserError, fit, read_file, script     # first: see quiet_interrupt
+from configurator import ConfigError, UserError, fit, run_config, script     # first: see quiet_interrupt
 import dataclasses
 import glob
 import math
@@ -698,7 +698,7 @@ def config_from_file(path):
     """The ModelConfig of a config file, given by its path or its name in config/. Its training settings are ignored.
     Raises ConfigError for a file that cannot be read, ModelError for a shape that cannot work."""
     defaults = dataclasses.asdict(ModelConfig())
-    settings = read_file(path, defaults)
+    settings = run_config(path, defaults)
     return ModelConfig(**{k: fit(k, v, defaults[k], path) for k, v in settings.items() if k in defaults})
 
 

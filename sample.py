@@ -155,7 +155,7 @@ def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=No
     l, starts, n_blocks = plan(c, prompts, length, len(suffix))
     if len(sampler.seeds) != len(prompts):
         raise ConfigError(f"the sampler has {len(sampler.seeds)} seeds; give it {len(prompts)}, one for each prompt")
-    called = time.time()
+    called = time.perf_counter()
     # A block is committed so that the blocks after it can see it. No block comes after the last one, so it is never
     # committed, and the cache needs no room for it.
     cache = model.new_cache(len(prompts), max(starts) + (n_blocks - 1) * l, l)
@@ -232,7 +232,7 @@ def now(device):
     """The time in seconds, after the device has finished all work that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.time()
+    return time.perf_counter()
 
 
 def plan(config, prompts, length, n_suffix=0):
@@ -330,7 +330,7 @@ def open_model(device):
     return open_checkpoint(checkpoint or os.path.join(out_dir, "ckpt.pt"), device)[:2]
 
 
-def read_text():
+def read_text(prompt, prompt_file):
     """The text of --prompt or --prompt_file, or "" if neither is given."""
     if prompt and prompt_file:
         raise ConfigError("prompt and prompt_file are both given; leave one out")
@@ -428,7 +428,7 @@ class Printer:
 def main():
     check_settings()
     imported = time.time()
-    text, dev = read_text(), pick_device(device)
+    text, dev = read_text(prompt, prompt_file), pick_device(device)
     kernels_line = select_kernels(kernels, dev, training=False)
     model, tokenizer = open_model(dev)
     c, n_params, weight_dtype = model.config, model.n_params, pick_dtype(dtype, dev)

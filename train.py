@@ -55,7 +55,7 @@ detach_prefix = False                   # an ablation if true: block losses do n
 init_std = 0.1                          # of initial weights; the wide models of config/ take 0.02
 embed_std = 1.0                         # of the initial embedding
 # optimisation
-batch_size = 2                          # sequences per step, over all devices
+batch_size = 2                          # sequences per step, over all devices; on a CPU, many small steps learn most
 micro_batch_size = 0                    # sequences a device holds at a time; 0: all of its share
 max_iters = 3500                        # training steps
 learning_rate = 2e-3                    # peak, after the warm-up

@@ -65,19 +65,21 @@ def library(load):
     try:
         return load()
     except Exception as error:
-        return "not installed" if isinstance(error, (ImportError, ConfigError)) else f"broken: {error!r:.60}"
+        if isinstance(error, ConfigError):              # says itself what is missing
+            return str(error).partition(";")[0]
+        return "not installed" if isinstance(error, ImportError) else f"broken: {error!r:.60}"
 
 
 # ----------------------------------------------------------------------------------------------
-# The operations. kind: device and dtype of the tensors. big: full size, on a GPU; else small tensors for a test.
+# The operations. factory: device and dtype of the tensors. big: full size, on a GPU; else small tensors for a test.
 # compiled: apply torch.compile to plain functions that gain from it.
 
-def scan_rows(kind, big, compiled):
+def scan_rows(factory, big, compiled):
     """The two scans of training: a clean stream, which returns the state of every block, and noisy blocks, each a row
     that starts from its state. mamba-ssm returns only the last state, so it does less work on the clean stream."""
     def load():
         with ops.plain():                               # makes the package importable without its CUDA extension
-            select_kernels("mamba_ssm", kind["device"])
+            select_kernels("mamba_ssm", factory["device"])
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
         return lambda x, dt, A, B, C, D, state, *_: mamba_chunk_scan_combined(
             x, dt, A, B[:, :, None], C[:, :, None], 256, D=D, initial_states=state)
@@ -88,10 +90,10 @@ def scan_rows(kind, big, compiled):
             return scan(*inputs)
     mamba_ssm = library(load)
     for form, rows, m in (("clean stream", b, s - l), ("noisy rows", b * s // l, l)):
-        x, B, C = (torch.randn(rows, m, *w, **kind) for w in ((h, p), (n,), (n,)))
-        dt = 0.1 * torch.rand(rows, m, h, device=kind["device"]) + 0.001
-        A, D = -1 - 15 * torch.rand(h, device=kind["device"]), torch.ones(h, device=kind["device"])
-        state = None if m > l else torch.randn(rows, h, p, n, device=kind["device"])
+        x, B, C = (torch.randn(rows, m, *w, **factory) for w in ((h, p), (n,), (n,)))
+        dt = 0.1 * torch.rand(rows, m, h, device=factory["device"]) + 0.001
+        A, D = -1 - 15 * torch.rand(h, device=factory["device"]), torch.ones(h, device=factory["device"])
+        state = None if m > l else torch.randn(rows, h, p, n, device=factory["device"])
         inputs = (x, dt, A, B, C, D, state, l if m > l else None, 128, m > l)
         flops = rows * m * (2 * 64 * n + 2 * 64 * h * p + 4 * n * h * p)       # chunks of 64
         yield from both_passes(f"scan, {form}", (scan, inputs), {
@@ -110,31 +112,31 @@ def as_written(name):
             ops.FAST[name] = fast
 
 
-def mixer_rows(kind, big, compiled):
+def mixer_rows(factory, big, compiled):
     """A whole Mamba mixer on noisy blocks, with both projections: the fused operator beside the plain
     model.Mamba2.forward under torch.compile, which uses the same fast scan and convolution."""
     rows, l, d, n, p, heads = (256, 256, 832, 128, 64, 16) if big else (2, 64, 32, 16, 16, 2)
     config = ModelConfig(vocab_size=64, seq_len=l, block_len=l, attn_every=2, n_layer=2, n_head=heads, d_model=d,
                          d_state=n, mamba_head_dim=p)
     di, h, c = config.d_inner, config.d_inner // p, config.d_inner + 2 * n
-    mixer = BlockDiffusionLM(config).to(kind["device"]).layers[1].mixer.fwd     # with initialised weights
-    u, conv = torch.randn(rows, l, d, **kind), torch.randn(rows, config.conv_width - 1, c, **kind)
-    ssm, d_y = torch.randn(rows, h, p, n, device=kind["device"]), torch.randn(rows, l, d, **kind)
+    mixer = BlockDiffusionLM(config).to(factory["device"]).layers[1].mixer.fwd     # with initialised weights
+    u, conv = torch.randn(rows, l, d, **factory), torch.randn(rows, config.conv_width - 1, c, **factory)
+    ssm, d_y = torch.randn(rows, h, p, n, device=factory["device"]), torch.randn(rows, l, d, **factory)
     for x in (u, conv, ssm):
         x.requires_grad_()
     inputs = (u, conv, ssm, *mixer.parameters())
 
-    def by(context):
+    def timed_under(context):
         f = torch.compile(mixer.forward, dynamic=False) if compiled else mixer.forward
         def step():
-            with context(), torch.autocast(kind["device"].type, torch.bfloat16, enabled=big):
+            with context(), torch.autocast(factory["device"].type, torch.bfloat16, enabled=big):
                 y, _, _ = f(u, conv, ssm, want_states=False)
                 torch.autograd.grad(y, inputs, d_y)
         return step
     flops = 3 * rows * l * (2 * d * (2 * di + 2 * n + h) + 2 * 64 * n + 2 * 64 * di + 4 * n * di + 2 * di * d)
     nbytes = 3 * sum(v.nbytes for v in inputs) + 2 * d_y.nbytes
-    yield compared("Mamba mixer, forward + backward", by(contextlib.nullcontext),
-                   {"the same lines": by(lambda: as_written("Mamba2.forward"))}, flops, nbytes)
+    yield compared("Mamba mixer, forward + backward", timed_under(contextlib.nullcontext),
+                   {"Mamba2.forward, compiled": timed_under(lambda: as_written("Mamba2.forward"))}, flops, nbytes)
 
 
 def sdpa(big, **options):
@@ -162,18 +164,18 @@ def flash_attention_4(block_mask=None, **options):
     return library(load)
 
 
-def attention_rows(kind, big, compiled):
+def attention_rows(factory, big, compiled):
     """Attention of training. Two-stream attention computes s^2 query-key pairs per sequence. Two causal sequences of s
     tokens have as many pairs: libraries without block masks are timed on those. A full-sequence model, which is one
     block, also has s^2 pairs."""
     def rival(f, inputs):
         return f if isinstance(f, str) else (f, inputs)
     b, h, s, e, l = (8, 14, 8192, 64, 256) if big else (1, 2, 256, 16, 64)
-    streams = [torch.randn(b, h, m, e, **kind) for m in 3 * [s - l] + 3 * [s]]
-    causal, work = torch.randn(3, 2 * b, h, s, e, **kind).unbind(), 4 * b * h * e * s * s
+    streams = [torch.randn(b, h, m, e, **factory) for m in 3 * [s - l] + 3 * [s]]
+    causal, work = torch.randn(3, 2 * b, h, s, e, **factory).unbind(), 4 * b * h * e * s * s
     joined = [torch.cat(pair, 2) for pair in zip(streams[:3], streams[3:])]
     for name, length, inputs in (("two-stream attention", l, streams), ("dense attention", s, streams[3:])):
-        masks = ops.two_stream_masks(s, length, kind["device"])
+        masks = ops.two_stream_masks(s, length, factory["device"])
         def ours(*qkv):
             return ops.two_stream_attention(qkv[:3] if length < s else (qkv[0][:, :, :0],) * 3, qkv[-3:], masks)
         if length == s:
@@ -188,16 +190,16 @@ def attention_rows(kind, big, compiled):
         yield from both_passes(name, (ours, inputs), others, work)
 
 
-def block_attention_rows(kind, big, compiled):
+def block_attention_rows(factory, big, compiled):
     """One block against a cache. Libraries get the cache and the block's keys already concatenated. If the cache is
     short, a call goes over many of them, as over the layers of a model, so that they do not stay in the GPU's L2."""
     h, e, l = (18, 64, 256) if big else (2, 16, 32)
-    q, k, v = torch.randn(3, 1, h, l, e, **kind).unbind()
+    q, k, v = torch.randn(3, 1, h, l, e, **factory).unbind()
     for n in [0, 1024, 16384, 65536, 262_144] if big else [0, 256]:
         nbytes = 2 * q.nbytes + 2 * (n + l) * h * e * q.element_size()
         count = max(1, min(32, 2 ** 28 // nbytes)) if big else 2
-        held = torch.full((1,), n, device=kind["device"])
-        caches = torch.randn(count, 2, 1, h, max(n, l), e, **kind)
+        held = torch.full((1,), n, device=factory["device"])
+        caches = torch.randn(count, 2, 1, h, max(n, l), e, **factory)
         joined = [[torch.cat([c[i, :, :, :n], x], 2) for i, x in enumerate((k, v))] for c in caches]
         def over_all(attend, pairs):
             return torch.no_grad()(lambda: [attend(q, *pair) for pair in pairs])
@@ -208,26 +210,27 @@ def block_attention_rows(kind, big, compiled):
                        4 * l * (n + l) * h * e, nbytes, count)
 
 
-def cross_entropy_rows(kind, big, compiled):
+def cross_entropy_rows(factory, big, compiled):
     """Head and loss. Liger's loss has no token weights, so it does less work."""
     def load():
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
         fused = LigerFusedLinearCrossEntropyLoss(reduction="sum")
         return with_backward(lambda x, w: fused(w[:-1], x, target), (hidden, head))
     m, d, v = (32768, 896, 50258) if big else (128, 32, 500)
-    hidden, head = torch.randn(m, d, **kind), 0.02 * torch.randn(v, d, **kind)
-    target, weight = torch.randint(0, v - 1, (m,), device=kind["device"]), torch.rand(m, device=kind["device"]) + 1
-    def of(f):
+    hidden, head = torch.randn(m, d, **factory), 0.02 * torch.randn(v, d, **factory)
+    target = torch.randint(0, v - 1, (m,), device=factory["device"])
+    weight = torch.rand(m, device=factory["device"]) + 1
+    def with_gradients(f):
         return with_backward(lambda x, w: f(x, w, target, weight), (hidden, head))
-    yield compared("linear cross-entropy, forward + backward", of(ops.linear_cross_entropy), {
-        "F.cross_entropy on all logits": of(ops.linear_cross_entropy_ref), "Liger": library(load)},
+    yield compared("linear cross-entropy, forward + backward", with_gradients(ops.linear_cross_entropy), {
+        "F.cross_entropy on all logits": with_gradients(ops.linear_cross_entropy_ref), "Liger": library(load)},
         6 * m * d * (v - 1), 3 * (hidden.nbytes + head.nbytes), graph=False)
 
 
-def adamw_rows(kind, big, compiled):
+def adamw_rows(factory, big, compiled):
     """One AdamW step in fp32, with the gradient norm and clipping. Bytes counted: gradients are read twice; parameters
     and both moments are read and written."""
-    model = BlockDiffusionLM(config_from_file("mamba_h_350m" if big else "laptop")).to(kind["device"])
+    model = BlockDiffusionLM(config_from_file("mamba_h_350m" if big else "laptop")).to(factory["device"])
     other = copy.deepcopy(model)
     ours = ShardedAdamW(model, 1e-4, (0.9, 0.95), 0.1)
     theirs = torch.optim.AdamW(other.param_groups(0.1), lr=1e-4, betas=(0.9, 0.95), fused=True)

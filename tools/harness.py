@@ -81,7 +81,8 @@ class NanoBDLM(LM):
         for i, request in enumerate(tqdm(requests, "generation", disable=None)):
             context, how = request.args
             length = how.get("max_gen_toks", 256)
-            prompt = self.text.encode_ordinary(context)[-max(config.seq_len - length, 0):] or [self.text.eot_token]
+            tokens, room = self.text.encode_ordinary(context), max(config.seq_len - length, 0)
+            prompt = tokens[max(len(tokens) - room, 0):] or [self.text.eot_token]
             block = len(prompt) + length if config.full_sequence else config.block_len
             sampler = Sampler(noise_seeds(seed, [i]), tokens_per_step=tokens_per_step or max(block // 16, 1),
                               temperature=how.get("temperature", 1.0) if how.get("do_sample") else 0.0,
@@ -89,7 +90,8 @@ class NanoBDLM(LM):
             done = sample.generate(model, [torch.tensor(prompt)], length, sampler, new_decoder,
                                    stop_token=self.text.eot_token)
             text = self.text.decode(done.tokens[0][len(prompt):].tolist())
-            for stop in how.get("until", []):
+            until = how.get("until") or []              # lm_eval allows a text, a list or None
+            for stop in [until] if isinstance(until, str) else until:
                 text = text.partition(stop)[0]
             made.append(text)
         return made

@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data import (ELSEWHERE, HUB, META, SHARD_TOKENS, SPLITS, TASKS, VERSION, DataError, SplitWriter,
+from data import (ELSEWHERE, HUB, META, SHARD_TOKENS, SPLITS, TASKS, VERSION, VOCABULARY, DataError, SplitWriter,
                   check_out, encode, get_tokenizer, prepare_stdlib, read_json, read_meta, sha256,
                   show, write_json, write_meta)
 from files import NO_ROOM, misfit, need, write_file, writing
@@ -411,6 +411,8 @@ def question(task, row, number):
         choices = [" " + choice for choice in choices]
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"no field {error}" if isinstance(error, KeyError) else f"not a row of {task}") from None
+    if len(choices) < 2:
+        raise ValueError("fewer than two answers")
     if not all(choice.strip() for choice in choices):
         raise ValueError("an answer with no characters")
     gold = int(gold) if isinstance(gold, bool) else gold            # boolq: false is "no", choice 0
@@ -542,7 +544,7 @@ def parse_arguments(argv):
             command.add_argument("--val", nargs="+", default=[], metavar="PATH",
                                  help="validation text")
         if name in ("jsonl", *HUB):
-            command.add_argument("--tokenizer", default="gpt2", choices=["gpt2", "bytes"])
+            command.add_argument("--tokenizer", default="gpt2", choices=[*VOCABULARY])
             command.add_argument("--skip_bad", action="store_true",
                                  help="count bad documents and go on")
             command.add_argument("--workers", type=number(1, 1025), help="threads (default: cores)")

@@ -4,9 +4,9 @@ name, beside the time that it takes without the profiler.
 
     python -m tools.profile_step --configs=mamba_h_350m,bdlm_attention_350m     # training steps
     python -m tools.profile_step --sampling=true --configs=mamba_h_700m         # denoising steps
-    python -m tools.profile_step --sampling=true --whole_block=true --rows=32 --configs=mamba_h_700m
+    python -m tools.profile_step --sampling=true --whole_block=true --batch=32 --configs=mamba_h_700m
 """
-from configurator import check, configure, script  # first: see quiet_interrupt
+from configurator import check, check_names, configure, script  # first: see quiet_interrupt
 import json
 
 import torch
@@ -22,7 +22,7 @@ from sample import now, open_engine
 configs = []                            # names of files in config/; []: mamba_h_350m on a GPU, laptop on a CPU
 sampling = False                        # True: profile a denoising step with an empty prefix; False: a training step
 whole_block = False                     # with sampling: all steps of a block, and the commit of the block before it
-rows = 1                                # with sampling: samples side by side
+batch = 1                               # with sampling: samples side by side
 micro_batch_size = 8                    # sequences of a training step
 top = 20                                # kernels to print by name
 out = ""                                # also write the profile to this JSON file
@@ -30,7 +30,8 @@ out = ""                                # also write the profile to this JSON fi
 SCAN = ("steps_kernel", "forward_kernel", "after_kernel", "before_kernel", "decays_kernel",
         "walk_kernel", "pass_kernel")
 ATTENTION = ("flash", "flex", "attend", "combine_k", "cudnn")
-KINDS = {"attention": ATTENTION, "products": ("nvjet", "gemm", "splitK", "cutlass"),
+PRODUCTS = ("nvjet", "gemm", "splitK", "cutlass", "aten::mm", "aten::addmm", "aten::bmm")     # the last three on a CPU
+KINDS = {"attention": ATTENTION, "products": PRODUCTS,
          "scan": SCAN, "convolution": ("conv_",), "norms": ("gated_norm", "add_norm"), "pointwise": ("triton_",)}
 
 
@@ -61,9 +62,9 @@ def denoising_step(config, dev):
     torch.nn.init.normal_(model.head.weight, std=0.02)
     model, new_decoder = open_engine("auto", model, pick_dtype("auto", dev))
     l = config.block_len
-    cache = model.new_cache(rows, 8 * l, l)
-    decoder = new_decoder(model, cache, Sampler(list(range(rows)), mask_id=config.mask_id), l)
-    masks = torch.full((rows, l), config.mask_id, device=dev)
+    cache = model.new_cache(batch, 8 * l, l)
+    decoder = new_decoder(model, cache, Sampler(list(range(batch)), mask_id=config.mask_id), l)
+    masks = torch.full((batch, l), config.mask_id, device=dev)
 
     def step():
         decoder.block.rewind()
@@ -96,7 +97,8 @@ def kernels_of(step, dev):
 
 
 def main():
-    check(globals(), least=dict(micro_batch_size=1, rows=1, top=0))
+    check(globals(), least=dict(micro_batch_size=1, batch=1, top=0))
+    check_names(globals(), "configs")
     check_file("out", out)
     dev, found = torch.device(pick_device("auto")), {}
     names = configs or ["mamba_h_350m" if dev.type == "cuda" else "laptop"]

@@ -9,7 +9,7 @@ The judge's bits per byte are an upper bound (its NELBO). They are low for good 
 them beside the entropy and the share of repeated 4-grams, and compare with the real continuations. No figure here tells
 whether a text is true, or coherent beyond the judge's context.
 """
-from configurator import ConfigError, check, configure, script, tqdm  # first: see quiet_interrupt
+from configurator import ConfigError, check, check_names, configure, script, tqdm  # first: see quiet_interrupt
 import json
 import math
 
@@ -20,7 +20,7 @@ import eval as evaluation
 import sample
 from data import TokenData, noise_seeds, token_bytes
 from decoders import Sampler
-from files import check_file, write_file
+from files import check_file, load_json, misfit, read_record, write_file
 from model import cast_for_inference
 from paper import MODELS
 from parallel import Parallel, hardware, pick_dtype, select_kernels
@@ -29,9 +29,9 @@ from parallel import Parallel, hardware, pick_dtype, select_kernels
 checkpoints = []                        # block models to compare: files, folders or hf://owner/name
 judge = ""                              # the block model that scores; best one trained with another seed
 data = ""                               # a prepared folder; prompts come from its validation split
-decoders = ["random:1", "random:4", "random:16", "random:64", "confidence:4", "confidence:16",
-            "threshold:0.9", "threshold:0.7", "first_hitting"]      # name:tokens_per_step, or threshold:threshold
-prompts = 64                            # spread evenly over the validation text
+decoders = ["random:1", "random:4", "random:16", "random:64",      # name:tokens_per_step, or threshold:threshold
+            "confidence:4", "confidence:16", "threshold:0.9", "threshold:0.7", "first_hitting"]
+n_prompts = 64                          # spread evenly over the validation text
 prompt_len = 256                        # tokens of a prompt
 length = 512                            # tokens of a continuation
 batch_size = 64                         # prompts continued at the same time
@@ -42,6 +42,10 @@ draw = ""                               # a results file: only print and draw it
 device = "auto"                         # auto, cpu, cuda or mps
 dtype = "auto"                          # auto: bfloat16 where the GPU has it, float32 elsewhere
 
+NUMBER = (int, float)
+FIGURES = {"model": str, "decoder": str, "bpb": NUMBER, "bpb_se": NUMBER, "entropy": NUMBER, "repeated": NUMBER}
+RESULTS = {"rows": lambda rows: rows and not misfit(rows, [FIGURES]),       # the form of the JSON
+           "settings": {"batch_size": int, "prompts": int}}
 COLUMNS = dict(model="", decoder="", tok_per_s=",.0f", passes=".1f", bpb=".3f", bpb_se=".3f", entropy=".3f",
                repeated=".4f")
 
@@ -81,7 +85,8 @@ def figures(texts, windows, judge_model, sizes, parallel):
 
 def continued(engine, decoder, windows):
     """Continues all prompts with one decoder. Returns texts (n, length), tokens/s of a whole batch, and forward passes
-    per block."""
+    per block. The engines on a GPU commit a block in the same pass as the next step; the simple one in a pass of its
+    own."""
     model, new_decoder = engine
     texts, seconds, passes = [], 0.0, []
     for rows in evaluation.batches(range(len(windows)), batch_size):
@@ -102,14 +107,14 @@ def compare():
     parallel = Parallel(device, 300)
     dev, rows = parallel.device, []
     line, half = select_kernels("auto", dev), pick_dtype(dtype, parallel.device)
-    judge_model, tokenizer, judge_known = evaluation.open_checkpoint(judge, dev)
+    judge_model, tokenizer, about_judge = evaluation.open_checkpoint(judge, dev)
     judge_model, sizes = cast_for_inference(judge_model, half), token_bytes(tokenizer.name)
-    val = TokenData(data or judge_known["data"], "val", tokenizer.name)
+    val = TokenData(data or about_judge["data"], "val", tokenizer.name)
     every = val.sequences(prompt_len + length)
-    if len(every) < prompts:
-        raise ConfigError(f"the validation text has {len(every)} pieces of {prompt_len + length} tokens, but prompts "
-                          f"is {prompts}; lower prompts")
-    windows = every[torch.linspace(0, len(every) - 1, prompts).round().long()]
+    if len(every) < n_prompts:
+        raise ConfigError(f"the validation text has {len(every)} pieces of {prompt_len + length} tokens, but n_prompts "
+                          f"is {n_prompts}; lower n_prompts")
+    windows = every[torch.linspace(0, len(every) - 1, n_prompts).round().long()]
     opened = [(path, *evaluation.open_checkpoint(path, dev)) for path in checkpoints]
     for path, model, theirs, _ in opened:
         if model.config.full_sequence or theirs.name != tokenizer.name:
@@ -119,16 +124,16 @@ def compare():
     rows.append(dict(model="real text", decoder="", **figures(
         windows[:, prompt_len:].numpy(), windows, judge_model, sizes, parallel)))
     with tqdm(total=len(opened) * len(decoders), desc="decoders") as bar:
-        for path, model, _, known in opened:
+        for path, model, _, about in opened:
             engine = sample.open_engine("auto", model, half)
             for decoder in decoders:
                 texts, speed, passes = continued(engine, decoder, windows)
-                rows.append(dict(model=known["model"], checkpoint=known["checkpoint"], decoder=decoder, tok_per_s=speed,
+                rows.append(dict(model=about["model"], checkpoint=about["checkpoint"], decoder=decoder, tok_per_s=speed,
                                  passes=passes, **figures(texts, windows, judge_model, sizes, parallel),
                                  sample=tokenizer.decode(texts[0].tolist())))
                 bar.update(1)
-    return dict(rows=rows, judge=judge_known, kernels=line, hardware=hardware(dev), settings=dict(
-        prompts=prompts, prompt_len=prompt_len, length=length, batch_size=batch_size, mc=mc, seed=seed))
+    return dict(rows=rows, judge=about_judge, kernels=line, hardware=hardware(dev), settings=dict(
+        prompts=n_prompts, prompt_len=prompt_len, length=length, batch_size=batch_size, mc=mc, seed=seed))
 
 
 def show(rows):
@@ -169,19 +174,20 @@ def picture(record, path):
 
 
 def main():
-    check(globals(), least=dict(prompts=2, prompt_len=1, length=8, batch_size=1, mc=1, seed=0),
+    check(globals(), least=dict(n_prompts=2, prompt_len=1, length=8, batch_size=1, mc=1, seed=0),
           choices=dict(dtype=("auto", "float32", "bfloat16")))
-    check_file("out", out)
+    check_names(globals(), "checkpoints", "decoders")
+    png = f"{(draw or out).removesuffix('.json')}.png"
+    check_file("out", png, rb"\x89PNG", [draw])
     if draw:
-        with open(draw) as f:
-            record = json.load(f)
+        record = read_record(draw, load_json, RESULTS, "a file that quality.py wrote", "name another")
     elif not checkpoints or not judge:
         raise ConfigError("there is nothing to compare; give --checkpoints=out/a,out/b and --judge=out/c")
     else:
+        check_file("out", out)
         record = compare()
         write_file(out, json.dumps(record, indent=1))
     show(record["rows"])
-    png = f"{(draw or out).removesuffix('.json')}.png"
     picture(record, png)
     print(f"wrote {png}")
 

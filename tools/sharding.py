@@ -5,7 +5,7 @@ Compares the training throughput of parallel.ShardedAdamW with that of two ways 
 
   ours   parallel.ShardedAdamW
   zero   DistributedDataParallel and ZeroRedundancyOptimizer: stage 1; its state is tied to the number of ranks
-  fsdp   fully_shard with reshard_after_forward=False: hooks every module and needs torch's distributed checkpoints
+  fsdp   fully_shard of the whole model as one group, with reshard_after_forward=False
 
 All three use the same model, batch, compiled layers and bf16 autocast. The losses after three steps are compared, which
 checks that all three train alike. Without GPUs it runs config/laptop.py in fp32 over gloo.
@@ -16,15 +16,15 @@ import json
 import math
 import statistics
 import sys
-import time
 
 import torch
 import torch.distributed as dist
 
-from bench import release, synchronize
+from bench import release
 from files import check_file, write_file
 from model import BlockDiffusionLM, config_from_file
 from parallel import Parallel, ShardedAdamW, ampere, compile_layers, hardware, select_kernels
+from sample import now
 
 config = ""                             # name of a file in config/; empty: mamba_h_350m on a GPU, laptop on a CPU
 micro_batch_size = 8                    # sequences per device
@@ -93,15 +93,14 @@ def measure(name, build, c, parallel):
     wrapped, update = build(model, parallel)
     times, losses = [], []
     for _ in range(4 + iterations):
-        synchronize(dev)
+        now(dev)                                        # waits for the last step
         dist.barrier()
-        start = time.perf_counter()
+        start = now(dev)
         with torch.autocast(dev.type, torch.bfloat16, enabled=ampere(dev)):
             loss = wrapped(x0, generator)
         (loss / (parallel.world if name == "ours" else 1)).backward()
         update()
-        synchronize(dev)
-        times.append(time.perf_counter() - start)
+        times.append(now(dev) - start)
         losses.append(loss.detach())
     losses = [loss / parallel.world for loss in parallel.sum([float(loss) for loss in losses[:4]])]
     seconds = statistics.median(times[4:])

@@ -10,7 +10,8 @@ paper's grid of four models and five learning rates (tab:validation-87m-full), o
 Each run is one process of `train.py`, followed by one of `eval.py`. After an interrupt or a failure, start the same
 command again: finished runs are kept, and unfinished ones continue from their checkpoints.
 """
-from configurator import ConfigError, check, configure, script, settings_of, tqdm  # first: see quiet_interrupt
+from configurator import (ConfigError, check, check_names, configure, script,  # first: see quiet_interrupt
+                          settings_of, tqdm)
 import contextlib
 import ctypes
 import functools
@@ -31,7 +32,7 @@ import eval as evaluation
 import train
 from data import TokenData, prepare_stdlib
 from eval import print_table
-from files import check_file, misfit, read_record, write_file
+from files import check_file, load_json, misfit, read_record, write_file
 from paper import MODELS
 from parallel import ROOT, hardware, pick_device
 
@@ -48,7 +49,7 @@ table = ""                              # write the table to this JSON file; emp
 draw = ""                               # JSON files between commas: only print and draw them
 # ---------------------------------------------------------------------------------------------
 
-DIE_WITH = getattr(ctypes.CDLL(None), "prctl", None)     # on Linux, ends a child process when its parent dies
+PRCTL, PR_SET_PDEATHSIG = getattr(ctypes.CDLL(None), "prctl", None), 1     # Linux: ends a child when its parent dies
 PICTURE = rb"\x89PNG|%PDF|<\?xml"
 NUMBER = (int, float, type(None))
 FIGURES = {**dict.fromkeys("nelbo nelbo_se nelbo_se_noise ppl_se bpb acc acc_se tokens samples".split(), NUMBER),
@@ -59,8 +60,8 @@ ROW = {"name": str, "base": str, "points": [{"step": int, "val": (int, float), "
        **dict.fromkeys(("?learning_rate", "?tok_per_s", "?parameters", "?val_loss"), NUMBER)}
 RESULTS = {"runs": lambda rows: rows and not misfit(rows, [ROW])}           # the form of the JSON table
 EVALUATION = 100                        # in the progress bar an evaluation counts as this many steps
-SAME_RESULT = {"out_dir", "resume", "micro_batch_size", "log_interval", "device", "kernels", "compile",
-               "dist_timeout"}          # settings of train.py that may differ when a run continues
+MAY_DIFFER = {"out_dir", "resume", "micro_batch_size", "log_interval", "device", "kernels", "compile",
+              "dist_timeout"}           # settings of train.py that may differ when a run continues
 COLUMNS = {"parameters": ("parameters", ","), "rate": ("learning_rate", "g"), "tokens": ("tokens", ","),
            "train": ("train_loss", ".4f"), "val": ("val_loss", ".4f"), "NELBO": ("nelbo", ".4f"),
            "+-text": ("nelbo_se", ".4f"), "+-noise": ("nelbo_se_noise", ".4f"), "PPL": ("ppl", ".2f"),
@@ -97,7 +98,7 @@ class Run:
 
     def claim(self):
         """Writes the settings to run.json. Raises ConfigError if the folder holds a run with other settings."""
-        mine = {k: v for k, v in self.settings.items() if k not in SAME_RESULT}
+        mine = {k: v for k, v in self.settings.items() if k not in MAY_DIFFER}
         held = self.state.get("settings", mine)
         changed = [k for k in mine if held.get(k) != mine[k]]
         if changed:
@@ -228,7 +229,7 @@ def start(run, script, place, threads):
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(place)
     with open(run.path(f"{script}.txt"), "w") as log:
         return subprocess.Popen(run.command(script), stdout=log, stderr=log, env=environment, start_new_session=True,
-                                preexec_fn=DIE_WITH and functools.partial(DIE_WITH, 1, signal.SIGTERM))
+                                preexec_fn=PRCTL and functools.partial(PRCTL, PR_SET_PDEATHSIG, signal.SIGTERM))
 
 
 def run_all(todo, bar, done):
@@ -368,7 +369,7 @@ def curves(ax, groups, looks, x_of, names):
 def picture(results, path, repetitions=()):
     """
     Validation and training loss over tokens and over GPU time, for each config file's runs without extra settings, or
-    else its best run. Then the perplexity of evaluated runs, with the standard error of the noise. The first seed is
+    else its best run. Then the perplexity of evaluated runs; bars are the standard error from noise. The first seed is
     drawn thick and filled; other seeds, and the runs of `repetitions` (results of other sweeps), thin and hollow.
     """
     import matplotlib
@@ -376,10 +377,10 @@ def picture(results, path, repetitions=()):
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator
 
-    kinds = {r["base"]: max((k for k in MODELS if k in r["base"]), key=len, default="") for r in results}
+    every, groups = [*results, *(r for rows in repetitions for r in rows)], {}
+    kinds = {r["base"]: max((k for k in MODELS if k in r["base"]), key=len, default="") for r in every}
     looks = {base: MODELS[kind] if list(kinds.values()).count(kind) == 1 and kind else (
         base, MODELS[kind][1] if kind else f"C{i}") for i, (base, kind) in enumerate(kinds.items())}
-    every, groups = [*results, *(r for rows in repetitions for r in rows)], {}
     for r in every:
         groups.setdefault(without_seed(r["name"]), []).append(r)
     main_groups = {base: groups[without_seed(r["name"])] for base, r in best_of(results).items()}
@@ -404,7 +405,7 @@ def picture(results, path, repetitions=()):
     for axis in (last.xaxis.set_major_formatter, last.xaxis.set_minor_formatter):
         axis("{x:.0f}")
     last.tick_params(axis="x", which="both", labelsize=8)
-    last.set(xlabel="validation perplexity; bars: its noise; hollow: again")
+    last.set(xlabel="validation perplexity; hollow: other seeds")
     last.grid(axis="x", which="both", color="0.9")
     last.set_visible(bool(evaluated))
     for ax in (*lefts, last):
@@ -417,6 +418,7 @@ def picture(results, path, repetitions=()):
 def check_settings():
     """Raises ConfigError for wrong settings before any run starts."""
     check(globals(), least=dict(gpus_per_run=1, runs_per_gpu=1))
+    check_names(globals(), "runs")
     configure(settings_of(vars(evaluation)), [f"--{word}" for word in split(eval_settings)])
     check(dict(figure=os.path.splitext(figure or "x.png")[1]), choices=dict(figure=(".png", ".pdf", ".svg")))
     check_file("table", table, rb'\{\s*"runs"')
@@ -453,8 +455,8 @@ def main():
     check_settings()
     if draw:
         paths = draw.split(",")
-        load = lambda path: json.loads(open(path).read())
-        records = [read_record(path, load, RESULTS, "a file that sweep.py wrote", "name another") for path in paths]
+        records = [read_record(path, load_json, RESULTS, "a file that sweep.py wrote", "name another")
+                   for path in paths]
     else:
         record = train_and_evaluate()
         paths, records = [table or os.path.join(out_dir, "sweep.json")], [record]
@@ -470,7 +472,7 @@ def main():
     errors = [r["error"] for r in results if "error" in r]
     if errors and not draw:
         print(*errors, sep="\n", file=sys.stderr)
-        sys.exit("sweep.py: some runs failed; mend that and start again: finished runs are kept")
+        sys.exit("sweep.py: some runs failed; fix the cause and start the same command again: finished runs are kept")
 
 
 if __name__ == "__main__":

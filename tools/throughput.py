@@ -13,7 +13,7 @@ from paper import LADDER, MODELS, SAMPLE, TRAIN
 
 def plot(files, figures):
     """Draws the results in the files. If several have the same (config, length) or (config, GPUs), the newest wins."""
-    results, found = [], dict(sample={}, train={}, ops={})
+    results, found = [], dict(sample={}, train={})
     if not files:
         raise ConfigError("name what to draw, files that bench.py wrote with --out=FILE: python bench.py plot FILE...")
     for path in files:

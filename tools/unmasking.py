@@ -17,7 +17,7 @@ import torch
 import eval as evaluation
 import sample
 from decoders import Sampler
-from files import check_file, write_file
+from files import check_file, load_json, misfit, read_record, write_file
 from parallel import pick_device, pick_dtype, select_kernels
 
 # -- settings --
@@ -30,7 +30,7 @@ tokens_per_step = 0                     # revealed per denoising step; 0: a sixt
 threshold = 0.9                         # of decoder=threshold
 temperature = 1.0
 seed = 1337                             # of all draws
-shown = 400                             # draw the last 400 characters of the prompt
+shown = 400                             # characters of the prompt to draw, the last ones
 columns = 88                            # characters per line
 seconds = 8.0                           # from the first step to the last; the finished text then stays half as long
 out = "out/unmasking.svg"               # the picture
@@ -39,23 +39,24 @@ device = "auto"                         # auto, cpu, cuda or mps
 dtype = "auto"                          # auto: bfloat16 where the GPU has it, float32 elsewhere
 
 WIDE, HIGH, MARGIN = 7.8, 17, 12        # width of a character, height of a line, margin: in SVG units
+TRACE = {"prompt": str, "tokens": [str], "steps": lambda steps: steps and not misfit(steps, [range(2 ** 31)])}
 
 
 def record():
     """Generates. Returns a dict: `prompt`, `tokens` (the texts of the new tokens), `steps` (the step that revealed
     each), and the settings."""
-    text = open(prompt_file, encoding="utf-8").read() if prompt_file else prompt
+    text = sample.read_text(prompt, prompt_file)
     dev = torch.device(pick_device(device))
     select_kernels("auto", dev)
-    model, tokenizer, known = evaluation.open_checkpoint(checkpoint, dev)
+    model, tokenizer, about = evaluation.open_checkpoint(checkpoint, dev)
     config, ids = model.config, tokenizer.encode_ordinary(text) or [tokenizer.eot_token]
     l = config.seq_len if config.full_sequence else config.block_len
     count = length or 2 * l - len(ids) % l              # at least one whole block
     sampler = Sampler([seed], decoder, tokens_per_step or max(l // 16, 1), threshold, temperature,
                       mask_id=config.mask_id)
-    engine, new_decoder = sample.open_engine("auto", model, pick_dtype(dtype, dev))
+    model, new_decoder = sample.open_engine("auto", model, pick_dtype(dtype, dev))
     masks = []                                          # after every step: which positions of the block are masked
-    done = sample.generate(engine, [torch.tensor(ids)], count, sampler, new_decoder,
+    done = sample.generate(model, [torch.tensor(ids)], count, sampler, new_decoder,
                            on_step=lambda xt: masks.append((xt[0] == config.mask_id).cpu()))
     steps, start, before = {}, 0 if config.full_sequence else len(ids) // l * l, None
     for step, masked in enumerate(masks):
@@ -67,7 +68,7 @@ def record():
         before = masked
     new = done.tokens[0].tolist()[len(ids):]
     return dict(prompt=text, tokens=[tokenizer.decode([token]) for token in new],
-                steps=[steps[len(ids) + i] for i in range(len(new))], model=known["model"], decoder=decoder, seed=seed,
+                steps=[steps[len(ids) + i] for i in range(len(new))], model=about["model"], decoder=decoder, seed=seed,
                 tokens_per_step=sampler.tokens_per_step)
 
 
@@ -90,8 +91,8 @@ def svg(found):
     """The picture as text. Each token has an animation of the full duration, in which it appears at its step."""
     last = max(found["steps"])
     whole = 1.5 * seconds
-    known = re.findall(r"\s*\S+|\s+", found["prompt"][len(found["prompt"]) - min(shown, len(found["prompt"])):])
-    pieces = [*((word, None) for word in known), *zip(found["tokens"], found["steps"])]
+    prompt_words = re.findall(r"\s*\S+|\s+", found["prompt"][len(found["prompt"]) - min(shown, len(found["prompt"])):])
+    pieces = [*((word, None) for word in prompt_words), *zip(found["tokens"], found["steps"])]
     places, styles = list(placed(pieces)), []
     for step in sorted(set(found["steps"])):
         at = 100 * (0.05 + 0.6 * step / max(last, 1))
@@ -124,11 +125,12 @@ def main():
     if not out.endswith(".svg"):
         raise ConfigError(f"out must end in .svg, but is {out}")
     if trace:
-        with open(trace) as f:
-            found = json.load(f)
+        found = read_record(trace, load_json, TRACE, "a trace of unmasking.py", "name another")
     else:
+        beside = out.removesuffix(".svg") + ".json"
+        check_file("the trace", beside, rb'\{\s*"(what|prompt)"', [prompt_file])
         found = record()
-        write_file(out.removesuffix(".svg") + ".json", json.dumps(found, indent=1))
+        write_file(beside, json.dumps(found, indent=1))
     write_file(out, svg(found))
     print(f"wrote {out}: {len(found['tokens'])} tokens in {max(found['steps']) + 1} steps")
 

@@ -21,7 +21,7 @@ def three(corpus, tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         model = make_model(kind, torch.float32, seed=ord(name[0]), vocab_size=258)
         save_checkpoint(tmp_path / name / "ckpt.pt", model, step=0, tokenizer="bytes", settings={})
-    settings = dict(checkpoints=[str(tmp_path / "a"), str(tmp_path / "b")], judge=str(tmp_path / "judge"), prompts=5,
+    settings = dict(checkpoints=[str(tmp_path / "a"), str(tmp_path / "b")], judge=str(tmp_path / "judge"), n_prompts=5,
                     data=corpus, prompt_len=12, length=20, batch_size=3, mc=2, device="cpu",
                     decoders=["random:2", "threshold:0.5"], out=str(tmp_path / "quality.json"))
     for name, value in settings.items():
@@ -55,7 +55,7 @@ def test_repeated_counts_4_grams_seen_before():
 @pytest.mark.parametrize("change, message", [
     (dict(checkpoints=["full"]), "must be a block model"),
     (dict(checkpoints=[]), "there is nothing to compare"),
-    (dict(prompts=10 ** 6), "lower prompts"),
+    (dict(n_prompts=10 ** 6), "lower n_prompts"),
     (dict(decoders=["random:x"]), "write name:number"),
     (dict(decoders=["worst"]), "decoder must be one of")])
 def test_what_cannot_be_compared_is_a_sentence(three, monkeypatch, change, message):

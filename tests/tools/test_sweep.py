@@ -90,7 +90,7 @@ def test_a_failing_run_is_a_row_with_its_last_words_and_the_others_are_kept(swep
     out, errors, table, end = swept
     failed = json.load(open(f"{out}/sweep.json"))["runs"][2]
     assert "whole blocks of block_len 7" in failed["error"] and failed["error"] in errors
-    assert "mend that and start again" in end
+    assert "fix the cause and start" in end
     _, kept, lost = [line.split() for line in table.splitlines() if line.startswith("tiny_mamba_h ")][:3]
     assert kept[-1] == "*" and "-" not in kept and lost[1] == "block_len=7" and lost.count("-") == 9
     assert os.path.getsize(f"{out}/sweep.png") > 5000
@@ -111,7 +111,7 @@ def test_what_is_done_is_not_done_again_and_other_settings_are_refused(swept, co
 
 
 @pytest.mark.parametrize("argv, message", [
-    (["--runs=['']"], "does not exist"),
+    (["--runs=['']"], "must be names"),
     (["--runs=['a \"b']"], "cannot be split"),
     (["--runs_per_gpu=0"], "at least 1"),
     (["--eval_settings=mcc=1"], "no setting 'mcc'"),
@@ -272,7 +272,7 @@ def test_a_run_is_compared_by_its_last_validation_alone(tmp_path, monkeypatch):
         assert one.trained == done
 
 
-@pytest.mark.skipif(sweep.DIE_WITH is None, reason="only Linux ends a process with the one that started it")
+@pytest.mark.skipif(sweep.PRCTL is None, reason="only Linux ends a process with the one that started it")
 def test_a_killed_sweep_leaves_no_training_behind(tmp_path):
     run_of = types.SimpleNamespace(path=lambda name: str(tmp_path / name),
                                    command=lambda script: [sys.executable, "-c", "import time; time.sleep(99)"])
