@@ -150,24 +150,30 @@ def training_config(name):
     return config.for_length(seq_len) if seq_len else config
 
 
-def train_row(name, config, parallel, ceiling):
-    """Measures the training of one model. ceiling: FLOP/s of a matrix product."""
-    dev = parallel.device
+def training_step(config, batch, dev, rank=0, world=1):
+    """A new model, compiled if `compile` says so. Returns a function that makes one training step of it, with
+    `batch` synthetic sequences on each of `world` devices."""
     model = BlockDiffusionLM(config).to(dev)
-    optimizer = ShardedAdamW(model, 1e-3, (0.9, 0.95), 0.1, parallel.rank, parallel.world)
+    optimizer = ShardedAdamW(model, 1e-3, (0.9, 0.95), 0.1, rank, world)
     if compile and ampere(dev):
         compile_layers(model)
-    x0 = torch.randint(0, config.mask_id, (micro_batch_size, config.seq_len), device=dev)
-    generators = noise_generators(parallel.rank, range(micro_batch_size))
+    x0 = torch.randint(0, config.mask_id, (batch, config.seq_len), device=dev)
+    generators = noise_generators(rank, range(batch))
     def step():
         optimizer.zero_grad()
         with torch.autocast(dev.type, torch.bfloat16, enabled=ampere(dev)):
-            loss = model(x0, generators) / parallel.world
+            loss = model(x0, generators) / world
         loss.backward()
         optimizer.clip_and_step(1e-4)
-    median, spread, first = measure(step, dev)
-    return dict(config=name, tok_per_s=x0.numel() * parallel.world / median, ms=1000 * median,
-                spread=spread, compile_s=first,
+    return step
+
+
+def train_row(name, config, parallel, ceiling):
+    """Measures the training of one model. ceiling: FLOP/s of a matrix product."""
+    step = training_step(config, micro_batch_size, parallel.device, parallel.rank, parallel.world)
+    median, spread, first = measure(step, parallel.device)
+    n_tokens = micro_batch_size * config.seq_len * parallel.world
+    return dict(config=name, tok_per_s=n_tokens / median, ms=1000 * median, spread=spread, compile_s=first,
                 mfu=train_flops(config, config.seq_len) * micro_batch_size / median / ceiling,
                 gpus=parallel.world, batch=micro_batch_size * parallel.world,
                 peak_gib=torch.cuda.max_memory_allocated() / 2 ** 30)

@@ -58,7 +58,7 @@ class NanoBDLM(LM):
         self.parallel = Parallel(device, 300)
         dev = self.parallel.device
         self.kernels = select_kernels("auto", dev)
-        trained, self.text, self.known = evaluation.open_checkpoint(path, dev)
+        trained, self.text, self.about = evaluation.open_checkpoint(path, dev)
         # The engine comes first: the simple engine casts the weights in place.
         self.engine = sample.open_engine("auto", trained, pick_dtype(dtype, dev))
         self.model = cast_for_inference(trained, pick_dtype(dtype, dev))
@@ -107,13 +107,13 @@ def main():
     if unknown := [name for name in tasks if not manager.match_tasks([name])]:
         raise ConfigError(f"the harness has no task '{unknown[0]}'; python -m lm_eval ls tasks lists them")
     model = NanoBDLM(checkpoint)
-    print(f"{model.known['model']}, {model.known['parameters']:,} parameters | {model.kernels}", flush=True)
+    print(f"{model.about['model']}, {model.about['parameters']:,} parameters | {model.kernels}", flush=True)
     results = simple_evaluate(model, tasks=tasks, task_manager=manager, limit=limit or None, bootstrap_iters=1000)
     print(make_table(results))
     answers = {task: [dict(question=row["doc_id"], gold=row["target"], acc=row.get("acc"),
                            log_p=[float(r[0]) for r in row["filtered_resps"]] if row.get("acc") is not None else None)
                       for row in rows] for task, rows in results["samples"].items()}
-    write_file(out, json.dumps(dict(checkpoint=model.known, results=results["results"], answers=answers), default=str))
+    write_file(out, json.dumps(dict(checkpoint=model.about, results=results["results"], answers=answers), default=str))
 
 
 if __name__ == "__main__":

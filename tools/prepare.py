@@ -177,13 +177,14 @@ class Preparation:
 
     progress.json records the positions of the reader and the writers after a document, and a later run continues
     from there. budget: stop when the split of the first source has this many tokens; the last document is kept
-    whole. val_fraction: the share of documents that go to validation, chosen by checksum.
+    whole. val_fraction: the share of documents that go to validation, chosen by checksum. origin, revision: texts for
+    meta.json, where the sources come from.
     """
 
-    def __init__(self, out, sources, tokenizer, source, revision="", budget=0, val_fraction=0.0,
+    def __init__(self, out, sources, tokenizer, origin, revision="", budget=0, val_fraction=0.0,
                  skip_bad=False, command="", shard_tokens=None):
         self.out, self.sources, self.tokenizer = Path(out), sources, get_tokenizer(tokenizer)
-        self.source, self.revision, self.command = source, revision, command
+        self.origin, self.revision, self.command = origin, revision, command
         self.budget, self.val_fraction, self.skip_bad = int(budget), val_fraction, skip_bad
         inputs = json.dumps([(s.split, s.name, s.size) for s in sources]).encode()
         self.made_from = dict(
@@ -199,7 +200,7 @@ class Preparation:
                 self.clean()
                 return read_meta(self.out)
             with ThreadPoolExecutor(workers) as pool, tqdm(
-                    desc=str(self.out), total=self.budget or None, initial=self.n_first(),
+                    desc=str(self.out), total=self.budget or None, initial=self.budgeted_tokens(),
                     unit="tok", unit_scale=True, mininterval=0.5) as bar:
                 one = functools.partial(tokenise, self.tokenizer)
                 for batch in ordered_map(pool, one, self.batches(pool), 2 * workers + 1):
@@ -228,13 +229,13 @@ class Preparation:
         self.save()
         return False
 
-    def n_first(self):
+    def budgeted_tokens(self):
         """Tokens so far in the split of the first source: that which `budget` limits."""
         writer = self.writers[self.sources[0].split]
         return writer.tokens + writer.n_pending
 
     def full(self):
-        return 0 < self.budget <= self.n_first()
+        return 0 < self.budget <= self.budgeted_tokens()
 
     def batches(self, pool):
         """All batches from the saved position on. While one source is read, the next one is fetched."""
@@ -273,8 +274,8 @@ class Preparation:
         size = sum(source.size for source in self.sources)
         if size and not self.budget:
             read = sum(source.size for source in self.sources[:batch.index]) + batch.read
-            bar.total = int(self.n_first() * size / max(1, read))
-        bar.update(self.n_first() - bar.n)
+            bar.total = int(self.budgeted_tokens() * size / max(1, read))
+        bar.update(self.budgeted_tokens() - bar.n)
 
     def bad(self, what):
         """Counts a bad document. Without skip_bad, saves all earlier documents and raises DataError."""
@@ -298,10 +299,10 @@ class Preparation:
             if not self.writers[split].documents:
                 raise DataError(f"no document went to the {split} split: remove {self.out} and give more text, "
                                 "another --val_fraction, or files with --val; a .txt file is one document")
-        meta = write_meta(self.out, self.source, self.revision, self.tokenizer.name, self.writers,
+        meta = write_meta(self.out, self.origin, self.revision, self.tokenizer.name, self.writers,
                           self.skipped, self.made_from)
         if self.budget and not self.full():
-            print(f"{self.out}: the source ended at {self.n_first():,} tokens, before the "
+            print(f"{self.out}: the source ended at {self.budgeted_tokens():,} tokens, before the "
                   f"{self.budget:,} asked for", file=sys.stderr)
         self.clean()
         return meta
@@ -503,7 +504,7 @@ def prepare_mcqa(out="data/mcqa", tasks=None, local=None, split=None):
 
 # -- the script -----------------------------------------------------------------------------------
 
-def number(least, below, whole=True):
+def number_type(least, below, whole=True):
     """A type for argparse: a number with least <= value < below, never nan or inf. 5e9 counts as whole."""
     def parse(text):
         try:
@@ -517,7 +518,7 @@ def number(least, below, whole=True):
     return parse
 
 
-def named(text):
+def folder_name(text):
     """A type for argparse: the name of a folder. Refuses an empty name, which would mean the current folder."""
     if not text.strip():
         raise argparse.ArgumentTypeError("the name is empty: name a folder")
@@ -536,9 +537,9 @@ def parse_arguments(argv):
     for name, text in helps.items():
         command = commands.add_parser(name, help=text, description=text)
         if name == "show":
-            command.add_argument("dir", type=named)
+            command.add_argument("dir", type=folder_name)
             continue
-        command.add_argument("--out", type=named, default=f"data/{name}", required=name == "jsonl")
+        command.add_argument("--out", type=folder_name, default=f"data/{name}", required=name == "jsonl")
         if name == "jsonl":
             command.add_argument("paths", nargs="*", metavar="PATH", help="training text")
             command.add_argument("--val", nargs="+", default=[], metavar="PATH",
@@ -547,18 +548,18 @@ def parse_arguments(argv):
             command.add_argument("--tokenizer", default="gpt2", choices=[*VOCABULARY])
             command.add_argument("--skip_bad", action="store_true",
                                  help="count bad documents and go on")
-            command.add_argument("--workers", type=number(1, 1025), help="threads (default: cores)")
+            command.add_argument("--workers", type=number_type(1, 1025), help="threads (default: cores)")
         if name in (*HUB, "mcqa"):
-            command.add_argument("--local", type=named, help="a folder with the hub's layout")
+            command.add_argument("--local", type=folder_name, help="a folder with the hub's layout")
         if name in ("jsonl", "dclm"):
-            command.add_argument("--val_fraction", type=number(0, 1, whole=False), help="share of "
+            command.add_argument("--val_fraction", type=number_type(0, 1, whole=False), help="share of "
                                  "the documents for validation", default=5e-4 * (name == "dclm"))
         if name == "dclm":
-            command.add_argument("--tokens", type=number(1, 10**15), required=True,
+            command.add_argument("--tokens", type=number_type(1, 10**15), required=True,
                                  help="stop here, e.g. 5e9")
         if name in ("c4", "paloma"):
-            command.add_argument("--sequences", type=number(1, 10**9), default=256)
-            command.add_argument("--seq_len", type=number(1, 10**9), default=8192)
+            command.add_argument("--sequences", type=number_type(1, 10**9), default=256)
+            command.add_argument("--seq_len", type=number_type(1, 10**9), default=8192)
         if name == "mcqa":
             command.add_argument("--tasks", nargs="+", choices=list(TASKS))
             command.add_argument("--split", help="of every task, such as validation (default: test for ARC, "
@@ -571,15 +572,15 @@ def prepare_text(args, argv):
     budget, val_fraction = 0, getattr(args, "val_fraction", 0.0)
     if args.command == "jsonl":
         sources = local_sources(args.paths, "train") + local_sources(args.val, "val")
-        source, revision = "local files", ""
+        origin, revision = "local files", ""
         if not sources:
             raise DataError("no files: name some, as in python data.py jsonl PATH... --out DIR")
     else:
-        sources, source, revision = hub_sources(args.command, args.out, args.local)
+        sources, origin, revision = hub_sources(args.command, args.out, args.local)
         budget = args.tokens if args.command == "dclm" else args.sequences * args.seq_len
     try:
         Preparation(
-            args.out, sources, args.tokenizer, source, revision, budget, val_fraction,
+            args.out, sources, args.tokenizer, origin, revision, budget, val_fraction,
             args.skip_bad, shlex.join(["python", "data.py", *argv])).run(args.workers)
     except KeyboardInterrupt:
         print("\nstopped; run the same command again and it continues", file=sys.stderr)

@@ -12,11 +12,11 @@ import json
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from files import check_file, write_file
-from data import noise_generators
+from bench import training_step
 from decoders import Sampler
+from files import check_file, write_file
 from model import BlockDiffusionLM, config_from_file
-from parallel import ShardedAdamW, ampere, compile_layers, hardware, pick_device, pick_dtype, select_kernels
+from parallel import hardware, pick_device, pick_dtype, select_kernels
 from sample import now, open_engine
 
 configs = []                            # names of files in config/; []: mamba_h_350m on a GPU, laptop on a CPU
@@ -37,23 +37,6 @@ KINDS = {"attention": ATTENTION, "products": PRODUCTS,
 
 def kind_of(name):
     return next((kind for kind, words in KINDS.items() if any(w in name for w in words)), "other")
-
-
-def training_step(config, dev):
-    model = BlockDiffusionLM(config).to(dev)
-    optimizer = ShardedAdamW(model, 1e-3, (0.9, 0.95), 0.1)
-    if ampere(dev):
-        compile_layers(model)
-    x0 = torch.randint(0, config.mask_id, (micro_batch_size, config.seq_len), device=dev)
-    generators = noise_generators(0, range(micro_batch_size))
-
-    def step():
-        optimizer.zero_grad()
-        with torch.autocast(dev.type, torch.bfloat16, enabled=ampere(dev)):
-            loss = model(x0, generators)
-        loss.backward()
-        optimizer.clip_and_step(1e-4)
-    return step
 
 
 @torch.no_grad()
@@ -106,7 +89,7 @@ def main():
     print(f"{', '.join(names)} on {dev} | {select_kernels('auto', dev)}", flush=True)
     for name, config in zip(names, every):
         torch.compiler.reset()
-        step = (denoising_step if sampling else training_step)(config, dev)
+        step = denoising_step(config, dev) if sampling else training_step(config, micro_batch_size, dev)
         with torch.set_grad_enabled(not sampling):
             wall = 1000 * [seconds_of(step, dev) for _ in range(4)][-1]
             kernels = kernels_of(step, dev)

@@ -77,11 +77,11 @@ class Run:
 
     def __init__(self, line):
         self.error = ""
-        self.file, *own = split(line) or [""]
+        self.file, *own = words_of(line) or [""]
         self.base = os.path.splitext(os.path.basename(self.file))[0]
         self.name = " ".join([self.base, *own])
         self.folder = os.path.join(out_dir, re.sub(r"[^\w.+-]", "-", self.name.replace(" ", "+")))
-        words = {word.partition("=")[0]: word for word in [*split(settings), *own]}
+        words = {word.partition("=")[0]: word for word in [*words_of(settings), *own]}
         self.words = [self.file, *(f"--{word}" for word in words.values())]
         self.settings = configure(settings_of(vars(train)), self.words)
 
@@ -90,7 +90,7 @@ class Run:
 
     @property
     def state(self):
-        state = read_json(self.path("run.json"))
+        state = read_json_or_none(self.path("run.json"))
         return state if isinstance(state, dict) else {}
 
     def remember(self, **news):
@@ -137,7 +137,7 @@ class Run:
     def report(self):
         """The parameter count and the results on the first text, from eval.py's JSON. None if the file is missing or
         unreadable, or was made with other eval_settings."""
-        record = read_json(self.path("eval.json"))
+        record = read_json_or_none(self.path("eval.json"))
         if self.state.get("evaluated") == eval_settings and not misfit(record, REPORT):
             for result in record["results"]:
                 for figures in result["text"].values():
@@ -149,7 +149,7 @@ class Run:
         if script == "eval":
             return [sys.executable, str(ROOT / "eval.py"), f"--checkpoint={self.path('ckpt.pt')}",
                     f"--data={self.settings['data']}", f"--device={self.settings['device']}",
-                    f"--out={self.path('eval.json')}", *(f"--{w}" for w in split(eval_settings))]
+                    f"--out={self.path('eval.json')}", *(f"--{w}" for w in words_of(eval_settings))]
         torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={gpus_per_run}", "--standalone"]
         resume = ["--resume"] if os.path.exists(self.path("ckpt.pt")) else []
         return [sys.executable, *(torchrun if gpus_per_run > 1 else []), str(ROOT / "train.py"), *self.words,
@@ -163,7 +163,7 @@ class Run:
         return f"{self.name}: {script}.py ended with status {status}: {said[-1]} ({f.name})"
 
 
-def split(text):
+def words_of(text):
     """The words of a setting; quotes protect spaces, as in a shell."""
     try:
         return shlex.split(text)
@@ -171,7 +171,7 @@ def split(text):
         raise ConfigError(f"{text!r} cannot be split into words: {error}") from None
 
 
-def read_json(path):
+def read_json_or_none(path):
     """The content of a JSON file; None if it is missing or damaged."""
     with contextlib.suppress(OSError, ValueError, RecursionError), open(path) as f:
         return json.load(f)
@@ -419,7 +419,7 @@ def check_settings():
     """Raises ConfigError for wrong settings before any run starts."""
     check(globals(), least=dict(gpus_per_run=1, runs_per_gpu=1))
     check_names(globals(), "runs")
-    configure(settings_of(vars(evaluation)), [f"--{word}" for word in split(eval_settings)])
+    configure(settings_of(vars(evaluation)), [f"--{word}" for word in words_of(eval_settings)])
     check(dict(figure=os.path.splitext(figure or "x.png")[1]), choices=dict(figure=(".png", ".pdf", ".svg")))
     check_file("table", table, rb'\{\s*"runs"')
     check_file("figure", figure, PICTURE)
