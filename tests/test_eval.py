@@ -87,6 +87,7 @@ def test_the_estimate_agrees_with_the_exact_bound_within_three_standard_errors(n
         f = figures_of(model, x.repeat(600 // settings["mc"], 1), **settings)
         assert abs(f["nelbo"] - exact) < 3 * f["nelbo_se"]
         assert f["nelbo_se"] < 0.1 * exact, "the error must be small, or the line above proves nothing"
+        assert f["bpb"] == pytest.approx(f["nelbo"] / math.log(2)) and f["ppl"] == math.exp(f["nelbo"])
 
 
 # -- noise, errors -------------------------------------------------------------------------------
@@ -126,15 +127,6 @@ def test_a_ratio_and_its_standard_error():
     value, se = ratio(np.array([1., 2., 3., 6.]), np.ones(4))
     assert value == 3 and se == pytest.approx(np.std([1, 2, 3, 6], ddof=1) / 2)
     assert ratio(np.array([2., 4., 6.]), np.array([1., 2., 3.])) == (2, 0)     # no spread in the ratio
-
-
-def test_a_uniform_predictor_scores_the_logarithm_of_the_vocabulary():
-    model = make_model("mamba_h")
-    torch.nn.init.zeros_(model.head.weight)
-    x = torch.randint(0, 22, (200, 32), generator=torch.Generator().manual_seed(4))
-    f = figures_of(model, x)
-    assert abs(f["nelbo"] - math.log(22)) < 3 * f["nelbo_se"] < 0.3
-    assert f["bpb"] == pytest.approx(f["nelbo"] / math.log(2)) and f["ppl"] == math.exp(f["nelbo"])
 
 
 # -- answers -------------------------------------------------------------------------------------
@@ -243,7 +235,7 @@ def numbers_of(value, name=""):
             yield f"{name}{key}", part
 
 
-def test_batch_1_batch_8_and_two_processes_give_the_same_digits(corpus, saved, tmp_path):
+def test_batch_1_batch_8_and_two_processes_give_the_same_figures_to_1e_5(corpus, saved, tmp_path):
     write_rows(tmp_path / "piqa.jsonl", [dict(QUESTION, context="x" * n, choices=[" b" * (n % 3 + 1), " cd"])
                                          for n in range(1, 20)])
     argv = [f"--checkpoint={saved[0]}", f"--data={corpus}", f"--mcqa={tmp_path}",

@@ -1,12 +1,13 @@
 """The model: cache, streams, scans and loss. Each test proves a sentence of the README; equalities are in fp64."""
 import dataclasses
+import math
 
 import numpy as np
 import pytest
 import torch
 
 from conftest import BLOCK_LENGTHS, all_models, block_models, both_times, make_batch, make_model
-from model import BlockDiffusionLM
+from model import BlockDiffusionLM, ModelConfig, rope_table
 
 
 @pytest.mark.parametrize("name, block_len", BLOCK_LENGTHS)
@@ -86,20 +87,51 @@ def test_block_losses_reach_every_earlier_clean_token_unless_the_prefix_is_detac
     assert torch.equal(*logits.values()), "a detached prefix changes gradients alone"
 
 
-@pytest.mark.parametrize("silent, unmoved", [("rev", [0, 1, 2, 3, 4]), ("fwd", [6, 7])])
+@pytest.mark.parametrize("silent, unmoved", [("rev", [0, 1, 2, 3, 4]), ("fwd", [6, 7]), (None, [0, 1, 2, 3, 4])])
 def test_the_forward_scan_reads_what_came_before_and_the_reverse_scan_what_comes_after(silent, unmoved):
-    """Token 5 of 8 changes while one direction is silent. `unmoved`: the outputs that stay as they were."""
-    mixer, u = make_model("mamba_h").layers[1].mixer, torch.randn(2, 8, 16, dtype=torch.float64)
-    getattr(mixer, silent).out_proj.weight.data.zero_()
+    """Token 5 of 8 changes while one direction is silent; None: while there is no reverse scan. `unmoved`: the outputs
+    that stay as they were."""
+    mixer = make_model("mamba_h", reverse_scan=silent is not None).layers[1].mixer
+    u = torch.randn(2, 8, 16, dtype=torch.float64)
+    if silent:
+        getattr(mixer, silent).out_proj.weight.data.zero_()
     changed = u.clone()
     changed[:, 5] += 1
     moved = (mixer.scan_both(u) != mixer.scan_both(changed)).any(-1).any(0)    # (8,)
     assert moved.tolist() == [i not in unmoved for i in range(8)]
 
 
-def test_without_its_reverse_scan_a_mamba_layer_is_its_forward_scan():
-    mixer, u = make_model("mamba_h", reverse_scan=False).layers[1].mixer, torch.randn(2, 8, 16, dtype=torch.float64)
-    assert torch.equal(mixer.scan_both(u), mixer.fwd(u)[0])
+def test_rotated_queries_and_keys_meet_as_complex_numbers_turned_by_their_distance():
+    """Re(q conj(k) e^(i (m - n) f)), summed over channels: at the end of the rotary capacity as well as at its start."""
+    attention, (b, e, theta, m) = make_model("attention").layers[0].mixer, (2, 8, 10_000.0, 262_143)
+    u = torch.randn(b, 16, dtype=torch.float64)[:, None].expand(b, 9, 16)      # nine times the same token
+    for first in (0, m - 8):
+        rope = [part[first:first + 9] for part in rope_table(m + 1, e, theta, "cpu", torch.float64)]
+        q, k, _ = attention.project(u, rope)                                   # (b, h, 9, e)
+        q0, k0, _ = attention.project(u[:, :1], [part[:1] for part in rope_table(1, e, theta, "cpu", torch.float64)])
+        distance = torch.arange(9.)[:, None] - torch.arange(9.)                # m - n
+        turn = distance[..., None].double() * theta ** (-torch.arange(0, e, 2).double() / e)   # (9, 9, e / 2)
+        pair = torch.complex(*q0.chunk(2, -1)) * torch.complex(*k0.chunk(2, -1)).conj()        # (b, h, 1, e / 2)
+        want = (pair[:, :, None] * torch.exp(1j * turn)).real.sum(-1)          # (b, h, 9, 9)
+        torch.testing.assert_close(q @ k.mT, want, rtol=0, atol=1e-9)
+
+
+def test_an_untrained_model_is_as_the_docstring_says():
+    model = BlockDiffusionLM(ModelConfig(vocab_size=23, seq_len=32, block_len=8, attn_every=2, n_layer=8, n_head=2,
+                                         d_model=64, d_state=8, mamba_head_dim=16), init_std=0.1, embed_std=1.0)
+    x0, xt, t = make_batch(model)
+    is_masked, std = xt == model.config.mask_id, {name: float(p.detach().std()) for name, p in model.named_parameters()}
+    weight = (1 / t).repeat_interleave(8, 1)[is_masked].sum() / x0.numel()
+    assert float(model.loss(x0, is_masked, t)) == pytest.approx(float(weight) * math.log(22), rel=1e-5)
+    assert std["embed.weight"] == pytest.approx(1, rel=0.1)
+    assert std["layers.0.mixer.qkv.weight"] == pytest.approx(0.1, rel=0.1)
+    for name in ("layers.0.mixer.out_proj", "layers.1.mixer.fwd.out_proj", "layers.1.mlp.2"):
+        assert std[f"{name}.weight"] == pytest.approx(0.1 / 4, rel=0.1)        # sqrt(2 * 8) = 4
+    for layer in model.layers[1::2]:
+        for mamba in (layer.mixer.fwd, layer.mixer.rev):
+            A, dt = mamba.A_log.exp(), torch.nn.functional.softplus(mamba.dt_bias)
+            assert 1 <= A.min() < A.max() <= 16 and 1e-3 * 0.99 < dt.min() < dt.max() < 0.1 * 1.01
+            assert (mamba.D == 1).all() and mamba.conv_weight.abs().max() <= 0.5
 
 
 @all_models

@@ -7,6 +7,7 @@ from checkpoint import fingerprint, load_prefix, read_prefix, save_prefix
 from conftest import ENGINES, all_models, block_models, generate_by, make_model, make_sampler, prompts_of
 from decoders import DECODERS, ActiveBlock, Sampler
 from model import BlockDiffusionLM, take
+from parallel import has_fast
 from sample import generate, generate_naive
 
 
@@ -41,18 +42,18 @@ def test_rows_with_prompts_of_different_lengths_come_out_as_they_would_alone(nam
 
 
 @all_models
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("decoder", DECODERS)
-def test_a_gap_is_filled_between_a_prompt_and_a_suffix_that_stay(name, engine, decoder):
+def test_a_gap_is_filled_between_a_prompt_and_a_suffix_that_stay(name, decoder):
     """In a block model the gap ends in its block, in a full-sequence model anywhere. All engines draw the same."""
     model = make_model(name, torch.float32)
     prompts, suffix = prompts_of(17, 17), torch.tensor([3, 1, 4])
     length = 9 if model.config.full_sequence else 2
-    out, plain = (generate_by(by, model, prompts, length, make_sampler(model, 2, decoder=decoder, threshold=0.3),
-                              suffix=suffix).tokens for by in (engine, "simple"))
-    for row, same, prompt in zip(out, plain, prompts):
-        assert torch.equal(row[:17], prompt) and torch.equal(row[17 + length:], suffix) and torch.equal(row, same)
-        assert (row != model.config.mask_id).all()
+    by_engine = [generate_by(engine, model, prompts, length, make_sampler(model, 2, decoder=decoder, threshold=0.3),
+                             suffix=suffix).tokens for engine in ("simple", "fused")[:1 + has_fast()]]
+    for prompt, *rows in zip(prompts, *by_engine):
+        for row in rows:
+            assert torch.equal(row[:17], prompt) and torch.equal(row[17 + length:], suffix)
+            assert torch.equal(row, rows[0]) and (row != model.config.mask_id).all()
 
 
 @all_models
@@ -179,8 +180,9 @@ def test_first_hitting_visits_the_times_at_which_the_reverse_process_unmasks_tok
     xt[:, 0] = 1                                        # one of three is known: the block starts at t = 2/3
     unmask_all(xt, logits_fn, Sampler(list(range(n)), "first_hitting", mask_id=2))
     first, second = times
-    assert abs(float(first.mean()) - 2 / 3 * 2 / 3) < 0.01 and abs(float(second.mean()) - 2 / 3 / 3) < 0.01
-    assert (second < first).all() and (first < 2 / 3).all()
+    for uniform in ((first / (2 / 3)) ** 2, second / first):               # these powers of the ratios are uniform on (0, 1)
+        found = uniform.sort().values - (torch.arange(n) + 0.5) / n
+        assert found.abs().max() < 2 / n ** 0.5         # Kolmogorov-Smirnov: beyond it once in 1,500 times
 
 
 @pytest.mark.parametrize("engine", ENGINES)

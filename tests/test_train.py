@@ -35,14 +35,32 @@ def test_four_steps_equal_two_then_resume_then_two_bit_for_bit(corpus, tmp_path)
     assert losses[0] == losses[1] and len(losses[0]) == 6 and x["step"] == 4
 
 
-def test_every_row_of_every_step_has_noise_of_its_own(corpus, tmp_path):
-    samples = []
+def test_every_row_has_noise_and_data_of_its_own_and_every_step_its_learning_rate_and_clipping(
+        corpus, tmp_path, monkeypatch):
+    noise, rows, updates, draw = set(), set(), [], BlockDiffusionLM.draw_noise
 
-    def patch(module):
-        make = module.noise_generators
-        module.noise_generators = lambda seed, numbers: samples.extend(numbers) or make(seed, numbers)
-    run(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", "--micro_batch_size=2"], patch=patch)
-    assert samples == list(range(4 * 4))                # four steps of four rows
+    def recorded(model, x0, *rest):
+        t, is_masked = draw(model, x0, *rest)
+        if model.training:
+            noise.update((*a.tolist(), *b.tolist()) for a, b in zip(t, is_masked))
+            rows.update(tuple(row.tolist()) for row in x0)
+        return t, is_masked
+
+    class Recorded(ShardedAdamW):
+        def reduce(self):
+            self.norm = super().reduce()
+            return self.norm
+
+        def step(self, lr, scale=1.0):
+            updates.append((lr, float(scale), float(self.norm)))
+            return super().step(lr, scale)
+    monkeypatch.setattr(BlockDiffusionLM, "draw_noise", recorded)
+    run(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", "--micro_batch_size=2", "--grad_clip=0.5"],
+        patch=lambda module: setattr(module, "ShardedAdamW", Recorded))
+    assert len(noise) == len(rows) == 4 * 4             # four steps of four rows
+    assert [lr for lr, *_ in updates] == [learning_rate_at(i, 1e-2, 1e-6, 1, 4) for i in range(4)]
+    assert [scale for _, scale, _ in updates] == pytest.approx([min(1, 0.5 / norm) for *_, norm in updates], rel=1e-4)
+    assert min(scale for _, scale, _ in updates) < 0.9, "nothing was clipped"
 
 
 def test_accumulation_does_not_change_the_run(corpus, tmp_path):
@@ -106,7 +124,7 @@ def test_no_thread_of_the_process_group_is_left_at_the_exit(tmp_path):
     torchrun(tmp_path, str(tmp_path / "closed.py"), str(ROOT))
 
 
-def test_sharded_adamw_is_adamw_with_clipped_gradients_and_weight_decay_of_matrices_alone():
+def test_our_adamw_is_torchs_with_clipped_gradients_and_weight_decay_of_matrices_alone():
     ours, plain = make_model("mamba_h"), make_model("mamba_h")
     sharded = ShardedAdamW(ours, 1e-2, (0.9, 0.95), 0.1)
     rest = [p for name, p in plain.named_parameters()
