@@ -101,7 +101,7 @@ def test_no_call_takes_more_tokens_than_a_chunk_whatever_the_number_of_rows():
 
 def test_the_script_saves_a_prompt_and_goes_on_from_it_later(tmp_path):
     start = ["sample.py", "--init=random", "--model_config=laptop", "--device=cpu", "--length=20"]
-    prompt = "a prompt of thirty-seven characters"
+    prompt = "a prompt of some characters, not whole blocks"
     status, first, error = script(*start, f"--prompt={prompt}", f"--save_cache={tmp_path}/cache")
     assert status == 0 and first.startswith(prompt), error
     assert script(*start, f"--load_cache={tmp_path}/cache")[:2] == (0, first)
@@ -176,6 +176,33 @@ def run(monkeypatch, **settings):
     sample.main()
 
 
+def refused(monkeypatch, folder, settings, message):
+    """Runs the script with settings that cannot work. It raises an error and changes no file."""
+    files = dict(file=b"as it was", latin=b"caf\xe9", **{"full.py": (
+        b"vocab_size, seq_len, block_len, n_layer, n_head, d_model, attn_every = 258, 64, 64, 1, 2, 32, 1")})
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    settings = {k: v.format(here=folder) if isinstance(v, str) else v for k, v in settings.items()}
+    with pytest.raises((ConfigError, ModelError, DataError, OSError), match=message):
+        run(monkeypatch, **settings)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+
+
+def test_all_settings_reach_the_generation_and_watch_prints_a_line_for_each_step(monkeypatch, capsys):
+    asked, generate = [], sample.generate
+    monkeypatch.setattr(sample, "generate", lambda *args: asked.append(args) or generate(*args))
+    run(monkeypatch, prompt="def ", suffix="()", length=9, num_samples=2, seed=7, temperature=0.5, top_k=9, top_p=0.8,
+        decoder="confidence", tokens_per_step=3, stop_at_eot=True, watch=True)
+    _, prompts, length, sampler, _, stop_token, *_, suffix = asked[0]
+    assert [bytes(p.tolist()) for p in prompts] == [b"def "] * 2 and bytes(suffix.tolist()) == b"()"
+    assert (length, stop_token) == (9, 256)
+    assert sampler == Sampler([7, 8], "confidence", 3, temperature=0.5, top_k=9, top_p=0.8, mask_id=257)
+    printed, shown = capsys.readouterr()
+    assert [line.count("\u2591") for line in shown.splitlines() if line.startswith("def ")] == [7, 4, 1, 0]
+    first, second = printed.split("\n--- sample 2 ---\n")
+    assert first.startswith("def ") and second.startswith("def ") and first[:13] != second[:13]
+
+
 @pytest.mark.parametrize("settings, message", [
     (dict(length=0), "length must be at least 1, but is 0"), (dict(seed=10 ** 23), "seed must be below"),
     (dict(num_samples=0), "num_samples must be at least 1, but is 0"),
@@ -185,28 +212,17 @@ def run(monkeypatch, **settings):
     (dict(save_cache="{here}"), "cannot be written"), (dict(save_cache="{here}/file/cache"), "cannot be written"),
     (dict(prompt_file="{here}/nope"), "nope"), (dict(prompt_file="{here}/latin"), "latin is not UTF-8")])
 def test_settings_are_checked_before_a_model_is_loaded(monkeypatch, tmp_path, settings, message):
-    (tmp_path / "file").write_text("as it was")
-    (tmp_path / "latin").write_bytes(b"caf\xe9")
     monkeypatch.setattr(sample, "open_model", lambda *_: pytest.fail("a model was loaded"))
-    settings = {k: v.format(here=tmp_path) if isinstance(v, str) else v for k, v in settings.items()}
-    with pytest.raises((ConfigError, ModelError, DataError, OSError), match=message):
-        run(monkeypatch, **settings)
-    assert sorted(os.listdir(tmp_path)) == ["file", "latin"] and (tmp_path / "file").read_text() == "as it was"
-
-
-FULL = "vocab_size, seq_len, block_len, n_layer, n_head, d_model, attn_every = 258, 64, 64, 1, 2, 32, 1"
+    refused(monkeypatch, tmp_path, settings, message)
 
 
 @pytest.mark.parametrize("settings, message", [
     (dict(prompt="a" * 300_000), "rotary capacity"), (dict(engine="graphs", save_cache="{here}/cache"), "CPU"),
     (dict(model_config="{here}/full.py", save_cache="{here}/cache"), "no prefix cache")])
 def test_requests_are_checked_before_a_prompt_is_read_or_shown(monkeypatch, tmp_path, capsys, settings, message):
-    (tmp_path / "full.py").write_text(FULL)
     monkeypatch.setattr(BlockDiffusionLM, "prefill", lambda *_, **__: pytest.fail("the prompt was read"))
-    settings = {k: v.format(here=tmp_path) if isinstance(v, str) else v for k, v in settings.items()}
-    with pytest.raises((ConfigError, ModelError), match=message):
-        run(monkeypatch, **{**dict(prompt="a prompt of some length"), **settings})
-    assert capsys.readouterr().out == "" and os.listdir(tmp_path) == ["full.py"]
+    refused(monkeypatch, tmp_path, {"prompt": "a prompt of some length", **settings}, message)
+    assert capsys.readouterr().out == ""
 
 
 # -- the terminal ---------------------------------------------------------------------------------
@@ -239,6 +255,7 @@ def test_what_is_drawn_under_the_text_on_a_terminal_leaves_the_text_alone(monkey
     monkeypatch.setattr(sample, "watch", watching)
     monkeypatch.setattr(sys, "stderr", Terminal())
     printer = sample.Printer(get_tokenizer("bytes"), "", 0, 0, 8, 257)
+    printer.last_shown = float("inf")                   # as if it had shown something just now
     printer.step(torch.tensor([[97, 257]]))
     printer.block(0, torch.tensor([97, 98]))
     printer.clear()
@@ -258,7 +275,7 @@ def test_a_dumb_terminal_gets_no_escape_codes(monkeypatch):
         assert printer.live == live and ("\x1b" in terminal.getvalue()) == live
 
 
-def test_all_samples_begin_alike_and_what_a_terminal_cannot_show_is_replaced(monkeypatch):
+def test_what_a_terminal_cannot_show_is_replaced(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
     monkeypatch.setattr(sys, "argv", ["sample.py", "--init=random", "--model_config=laptop", "--device=cpu",
                                       "--length=20", "--num_samples=2", "--tokens_per_step=8"])
