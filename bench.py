@@ -28,6 +28,8 @@ from model import BlockDiffusionLM, config_from_file, train_flops
 from parallel import (Parallel, ShardedAdamW, ampere, compile_layers, described, hardware, matmul_ceiling,
                       pick_dtype, select_kernels)
 from sample import now, open_engine
+from tools.compare_ops import COMPARISONS
+from tools.throughput import plot        # imports matplotlib only when it is called
 
 # -- settings --
 only = []                               # config files or operations, e.g. mamba_h_350m,attention_350m; []: all
@@ -368,21 +370,20 @@ def format_sample(r):
 
 
 # -- ops --
-def bench_ops(parallel, comparisons):
-    """Compares each heavy operation with a library for it and with its limit. comparisons: COMPARISONS of
-    tools/compare_ops.py, {name: a function that yields comparisons}."""
+def bench_ops(parallel):
+    """Compares each heavy operation of tools/compare_ops.py with a library for it and with its limit."""
     dev = parallel.device
     for name in only:
-        check(dict(only=name), choices=dict(only=[*comparisons]))
+        check(dict(only=name), choices=dict(only=[*COMPARISONS]))
     on_gpu = dev.type == "cuda"
     def make_rows(name, ceilings):
         factory = dict(device=dev, dtype=pick_dtype("auto", dev))
-        for comparison in comparisons[name](factory, on_gpu, on_gpu and compile):
+        for comparison in COMPARISONS[name](factory, on_gpu, on_gpu and compile):
             row = op_row(dev, **comparison)
             row["limit_ms"] = limit_ms(row["flops"], row["bytes"], ceilings)
             row["of_limit"] = row["limit_ms"] / row.get("ms", float("inf"))
             yield row
-    return run_all(parallel, only or comparisons, make_rows, format_op, 3)
+    return run_all(parallel, only or COMPARISONS, make_rows, format_op, 3)
 
 
 def op_row(dev, op, ours, others, flops, nbytes, count=1, graph=True):
@@ -448,10 +449,9 @@ def check_settings():
     check_file("out", out)
 
 
-def main(words, comparisons=None, plot=None):
-    """Runs the subcommand words[0] with the settings that follow. comparisons and plot: COMPARISONS of
-    tools/compare_ops.py and plot of tools/throughput.py."""
-    benches = dict(train=bench_train, sample=bench_sample, ops=lambda parallel: bench_ops(parallel, comparisons))
+def main(words):
+    """Runs the subcommand words[0] with the settings that follow."""
+    benches = dict(train=bench_train, sample=bench_sample, ops=bench_ops)
     what, words, files = (words or ["--help"])[0], words[1:], []
     if what in ("-h", "--help"):
         configure(globals(), ["--help"])                # and exits
@@ -479,9 +479,6 @@ def main(words, comparisons=None, plot=None):
 
 
 if __name__ == "__main__":
-    # torch.compile copies argv, without escaping, into the code that it generates: a quote would break it.
-    _words, sys.argv[1:] = sys.argv[1:], []
+    _words, sys.argv[1:] = sys.argv[1:], []             # as in `configure`: a quote in argv would break torch.compile
     with script("bench.py"):
-        from tools.compare_ops import COMPARISONS
-        from tools.throughput import plot               # imports matplotlib only when it is called
-        main(_words, COMPARISONS, plot)
+        main(_words)

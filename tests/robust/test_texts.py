@@ -82,7 +82,7 @@ def test_tokens_of_another_tokenizer_another_split_and_a_short_split_are_refused
 ])
 def test_windows_of_no_size_and_negative_counts_are_refused(tmp_path, use, message):
     train = data.TokenData(make_folder(tmp_path), "train")
-    with pytest.raises(data.DataError, match=f"{message}.*run python data.py jsonl"):
+    with pytest.raises(data.DataError, match=message):
         use(train)
 
 

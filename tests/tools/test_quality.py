@@ -7,8 +7,8 @@ import torch
 
 import eval as evaluation
 from checkpoint import save_checkpoint
-from configurator import ConfigError
-from conftest import make_model
+from configurator import UserError
+from conftest import ROOT, make_model
 from data import TokenData
 from parallel import Parallel
 from tools import quality
@@ -57,10 +57,11 @@ def test_repeated_counts_4_grams_seen_before():
     (dict(checkpoints=[]), "there is nothing to compare"),
     (dict(n_prompts=10 ** 6), "lower n_prompts"),
     (dict(decoders=["random:x"]), "write name:number"),
+    (dict(draw=str(ROOT / "assets" / "web.json")), "web.json is not a file that quality.py wrote.*has no rows"),
     (dict(decoders=["worst"]), "decoder must be one of")])
 def test_what_cannot_be_compared_is_a_sentence(three, monkeypatch, change, message):
     monkeypatch.chdir(three)
     for name, value in change.items():
         monkeypatch.setattr(quality, name, value)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(UserError, match=message):
         quality.main()

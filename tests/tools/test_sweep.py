@@ -151,9 +151,11 @@ def test_an_interrupted_sweep_goes_on_where_it_was(config, tmp_path):
         while not any(map(os.path.getsize, glob.glob(f"{out}/*/log.jsonl"))) and time.monotonic() < deadline:
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGTERM)
-    threading.Thread(target=interrupt).start()
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
         run(*argv)
+    thread.join()
     first = read_log(f"{out}/tiny_mamba_h")
     assert 5 <= first[-1]["step"] < 150 and os.path.exists(f"{out}/tiny_mamba_h/ckpt.pt")
     run(*argv)
@@ -278,11 +280,14 @@ def test_a_killed_sweep_leaves_no_training_behind(tmp_path):
                                    command=lambda script: [sys.executable, "-c", "import time; time.sleep(99)"])
     child = os.fork()
     if not child:
-        (tmp_path / "pid").write_text(str(sweep.start(run_of, "train", [], 1).pid))
-        os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            (tmp_path / "pid").write_text(str(sweep.start(run_of, "train", [], 1).pid))
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)                                 # else, after an error, this would be a second pytest
     os.waitpid(child, 0)
     trainer, deadline = int((tmp_path / "pid").read_text()), time.time() + 20
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError):           # it may be gone already
         while time.time() < deadline and Path(f"/proc/{trainer}/stat").read_text().split()[2] != "Z":
             time.sleep(0.05)
     assert time.time() < deadline

@@ -1,13 +1,14 @@
 """tools/unmasking.py: the animation shows what the trace holds, and the trace what was generated."""
 import json
+import os
 import xml.dom.minidom
 
 import pytest
 import torch
 
 from checkpoint import save_checkpoint
-from configurator import ConfigError
-from conftest import make_model
+from configurator import ConfigError, UserError
+from conftest import ROOT, make_model
 from tools import unmasking
 
 
@@ -18,6 +19,10 @@ def test_every_new_token_appears_once_and_at_the_step_that_revealed_it(tmp_path,
     for key, value in dict(checkpoint=str(tmp_path), prompt="def f(x, y):\n", length=27, tokens_per_step=2, columns=20,
                            out=str(tmp_path / "a.svg"), device="cpu").items():
         monkeypatch.setattr(unmasking, key, value)
+    (tmp_path / "a.json").write_text('{"of": "somebody"}')
+    with pytest.raises(ConfigError, match="a.json, which holds something else"):
+        unmasking.main()
+    os.remove(tmp_path / "a.json")
     unmasking.main()
     found = json.loads((tmp_path / "a.json").read_text())
     assert len(found["tokens"]) == len(found["steps"]) == 27
@@ -37,7 +42,12 @@ def test_every_new_token_appears_once_and_at_the_step_that_revealed_it(tmp_path,
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
-def test_the_picture_must_be_an_svg(monkeypatch):
-    monkeypatch.setattr(unmasking, "out", "picture.gif")
-    with pytest.raises(ConfigError, match="out must end in .svg, but is picture.gif"):
+@pytest.mark.parametrize("setting, value, message", [
+    ("out", "picture.gif", "out must end in .svg, but is picture.gif"),
+    ("trace", str(ROOT / "README.md"), "README.md is not a trace of unmasking.py"),
+    ("trace", str(ROOT / "assets" / "web.json"), "web.json is not a trace .*has no prompt")])
+def test_what_cannot_be_drawn_is_a_sentence(tmp_path, monkeypatch, setting, value, message):
+    monkeypatch.setattr(unmasking, "out", str(tmp_path / "a.svg"))
+    monkeypatch.setattr(unmasking, setting, value)
+    with pytest.raises(UserError, match=message):
         unmasking.main()
