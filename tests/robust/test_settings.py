@@ -55,7 +55,8 @@ def test_mistakes_are_one_sentence_with_the_nearest_name(argv, message):
 
 def test_config_files_compute_and_flags_after_them_win(tmp_path):
     file = tmp_path / "c.py"                            # with a byte order mark
-    file.write_text("\ufeffimport math\nmax_iters = max_iters * 2\nlearning_rate = math.sqrt(4)\n_half = 3\n")
+    file.write_text("\ufeffimport math\nfrom math import sqrt\nmax_iters = max_iters * 2\n"
+                    "learning_rate = math.exp(0) * sqrt(4)\n_half = 3\n")
     out = configure(space(), [str(file), "--learning_rate=0.5"])
     assert out["max_iters"] == 200 and out["learning_rate"] == 0.5 and "_half" not in out
 

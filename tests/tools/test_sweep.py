@@ -96,7 +96,7 @@ def test_a_failing_run_is_a_row_with_its_last_words_and_the_others_are_kept(swep
     assert os.path.getsize(f"{out}/sweep.png") > 5000
 
 
-def test_what_is_done_is_not_done_again_and_other_settings_are_refused(swept, config, capsys):
+def test_what_is_done_is_not_done_again_and_other_settings_are_refused(swept, config):
     made = [f for name in ("ckpt.pt", "eval.json") for f in glob.glob(f"{swept[0]}/*/{name}")]
     times = [os.stat(f).st_mtime_ns for f in made]
     assert len(made) == 4                               # two runs and their evaluations
@@ -197,6 +197,10 @@ def test_repetitions_are_drawn_beside_a_sweep(swept, tmp_path, capsys):
         assert table[:1] == [line for line in table if line.startswith("run ") and "PPL" in line][1:]     # one each
         pictures.append((tmp_path / "both.png").read_bytes())
     assert len(set(pictures)) == 3
+    for row in record["runs"]:                          # a file may hold other models than the first
+        row["base"] += "_other"
+    (tmp_path / "again.json").write_text(json.dumps(record))
+    run(f"--draw={swept[0]}/sweep.json,{tmp_path}/again.json", f"--figure={tmp_path}/both.png")
 
 
 def test_of_settings_given_twice_the_later_wins_and_values_may_hold_spaces(config):
