@@ -1,5 +1,6 @@
 """Training: exact resume, any number of processes, AdamW, weights of another block length. Tiny models and texts."""
 import os
+import shutil
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from checkpoint import load_checkpoint, save_checkpoint
-from conftest import ROOT, TINY, eval_record, free_port, make_model, read_log, run_train as run, start_ranks
+from conftest import EIGHT_STEPS, ROOT, TINY, eval_record, free_port, make_model, read_log, run_train as run, start_ranks
 from model import BlockDiffusionLM, ModelConfig
 from paper import transfer_lr
 from parallel import ShardedAdamW
@@ -80,14 +81,14 @@ def torchrun(folder, *argv):
     assert done.returncode == 0, done.stderr
 
 
-def two_nodes_of_two(folder, *argv):
-    """Four processes, with the variables that torchrun gives them on two nodes."""
-    for process in start_ranks(folder, 4, *argv, per_node=2):
+def on_nodes_of_two(folder, *argv, world=4):
+    """Processes with the variables that torchrun gives them, two on each node."""
+    for process in start_ranks(folder, world, *argv, per_node=2):
         status, _, errors = process.end()
         assert status == 0, errors
 
 
-@pytest.mark.parametrize("start", [torchrun, two_nodes_of_two])
+@pytest.mark.parametrize("start", [torchrun, on_nodes_of_two])
 def test_processes_on_one_or_two_nodes_train_the_same_model_as_one(corpus, tmp_path, start):
     """And their checkpoint resumes on one process."""
     one, many = str(tmp_path / "one"), str(tmp_path / "many")
@@ -101,6 +102,18 @@ def test_processes_on_one_or_two_nodes_train_the_same_model_as_one(corpus, tmp_p
     np.testing.assert_allclose(*losses, rtol=1e-4)
     run(tiny + [f"--out_dir={many}", "--max_iters=6", "--resume"])
     assert load_checkpoint(f"{many}/ckpt.pt")["step"] == 6
+
+
+def test_two_processes_resume_the_checkpoint_of_one(corpus, trained, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    for out in (one, two):
+        shutil.copytree(trained, out)
+    argv = [*EIGHT_STEPS, "--max_iters=9", "--resume", f"--data={corpus}"]
+    run([*argv, f"--out_dir={one}"])
+    on_nodes_of_two(tmp_path, "train.py", *argv, f"--out_dir={two}", world=2)
+    a, b = load_checkpoint(one / "ckpt.pt"), load_checkpoint(two / "ckpt.pt")
+    assert a["step"] == b["step"] == 9
+    torch.testing.assert_close(a["model"], b["model"], rtol=1e-3, atol=1e-5)
 
 
 CLOSED = """
@@ -145,6 +158,16 @@ def test_our_adamw_is_torchs_with_clipped_gradients_and_weight_decay_of_matrices
             optimizer.zero_grad()
     for a, b in zip(ours.parameters(), plain.parameters()):
         torch.testing.assert_close(a, b)
+
+
+def test_each_of_three_ranks_keeps_the_moments_of_a_third(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda *args: None)
+    model, sizes = make_model("mamba_h"), set()
+    n_params = sum(p.numel() for p in model.parameters())
+    for rank in range(3):
+        flats = ShardedAdamW(model, 1e-2, (0.9, 0.95), 0.1, rank, world=3).flats
+        sizes.add(sum(f["shard"].numel() for f in flats))
+    assert len(sizes) == 1 and n_params <= 3 * max(sizes) < n_params + 6       # two buffers, each filled up with zeros
 
 
 def test_learning_rate_transfer_gives_the_papers_figures():
