@@ -1,16 +1,18 @@
-"""What the README and the pages in docs/ name exists. The README's table of models is right, and its laptop commands
-run, with tiny settings."""
+"""What the README and the pages in docs/ name exists. The README's tables are right, and its laptop commands run, with
+tiny settings."""
 import glob
+import json
 import os
 import re
 import shlex
+import statistics
 
 import pytest
 import torch
 
 from conftest import ROOT, TINY, script
 from model import BlockDiffusionLM, config_from_file
-from paper import PARAMS
+from paper import MODELS, PARAMS, RESULTS, SAMPLE, TRAIN
 from parallel import has_fast
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
@@ -92,6 +94,30 @@ def test_the_table_of_models_is_that_of_the_configs_and_parameter_counts_round_t
             millions[name] = f"{n_params / 1e6:.2f}M"
             assert name not in PARAMS or in_paper == f"{PARAMS[name]:.2f}M" == millions[name]
     assert PARAMS.keys() < millions.keys() == {path.stem for path in ROOT.glob("config/*.py")} - {"laptop"}
+
+
+def test_the_results_are_those_of_the_json_files_and_of_the_paper():
+    """Perplexity: mean and standard error over the seeds of the settings in config/sweep/web_87m.py."""
+    def rows(name):
+        return json.loads((ROOT / "assets" / f"{name}.json").read_text())["runs" if name == "web" else "rows"]
+    _, _, *table = README.partition("\n| | perplexity |")[2].partition("\n\n")[0].splitlines()
+    assert len(table) == len(MODELS)
+    for line, (kind, (name, _)) in zip(table, MODELS.items()):
+        first, perplexity, training, *generation = (cell.strip() for cell in line.strip("|").split("|"))
+        settings = {"embed_std=0.02"} if kind == "attention" else set()
+        ppl = [run["eval"]["ppl"] for run in rows("web")
+               if run["base"] == f"{kind}_87m" and {w for w in run["name"].split()[1:] if "seed" not in w} == settings]
+        mean = f"{statistics.mean(ppl):.0f}"
+        if len(ppl) > 1:
+            mean += f" \u00b1 {statistics.stdev(ppl) / len(ppl) ** 0.5:.0f}"
+        assert (first, perplexity) == (name, f"{mean} ({RESULTS[f'{kind}_87m'][1]:.1f})")
+        speed, = (r["tok_per_s"] for r in rows("train") if r["config"] == f"{kind}_350m")
+        assert training == f"{speed:,.0f} ({TRAIN[kind] / 8:,.0f})"
+        speeds = {r["length"]: r["tok_per_s"] for r in rows(f"sample_{kind}")}
+        for cell, length in zip(generation, (1024, 8192, 65_536, 262_144), strict=True):
+            paper = SAMPLE[kind].get(length)
+            ours = f"{speeds[length]:,.0f} ({f'{paper:,}' if paper else '-'})" if length in speeds else "-"
+            assert cell == ours
 
 
 def test_the_laptop_commands_run(corpus, tmp_path, monkeypatch):

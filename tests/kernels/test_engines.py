@@ -129,8 +129,8 @@ def test_a_product_in_parts_is_the_product(monkeypatch, k, parts):
     assert len(inference.linear_in_parts(torch.randn(513, k).double(), weight)) == 1    # many rows
 
 
-def test_norms_before_a_product_may_come_after_it():
-    """What a Mamba layer adds: each way's RMS norm and product, from parts of the product without norm."""
+def test_rms_norms_can_be_applied_after_the_product():
+    """As in a merged Mamba layer: the product of each direction is scaled by the RMS of its input afterwards."""
     y, weight = torch.randn(2, 5, 2, 3, 16).double(), torch.randn(7, 96).double()
     normed = y.flatten(3) * torch.rsqrt(y.flatten(3).square().mean(-1, keepdim=True) + ops.EPS)
     parts = inference.linear_in_parts(y.flatten(2), weight, ways=2)
