@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from checkpoint import load_checkpoint, save_checkpoint
-from conftest import EIGHT_STEPS, ROOT, TINY, eval_record, free_port, make_model, read_log, run_train as run, start_ranks
+from conftest import (EIGHT_STEPS, ROOT, TINY, eval_record, free_port, make_model, read_log, run_train as run,
+                      start_ranks)
 from model import BlockDiffusionLM, ModelConfig
 from paper import transfer_lr
 from parallel import ShardedAdamW
