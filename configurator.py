@@ -30,7 +30,7 @@ STARTED = time.time()                   # when the script started: every script 
 # Names of nanoGPT's settings, and earlier names of ours, for the hint after an unknown name.
 OTHER_NAMES = dict(start="prompt", max_new_tokens="length", block_size="seq_len", n_embd="d_model", dataset="data",
                    lr_decay_iters="max_iters", eval_iters="eval_sequences", order="decoder",
-                   gradient_accumulation_steps="micro_batch_size")
+                   settings="train_settings", gradient_accumulation_steps="micro_batch_size")
 PLAIN = (bool, int, float, str, list, tuple, type(None))    # types of the values that a setting can have
 
 

@@ -212,6 +212,57 @@ def check_settings():
             raise ConfigError(f"{path} holds a run; {what}, or choose another --out_dir")
 
 
+def open_data(parallel, say):
+    """The TokenData of both splits. The default corpus, the standard library of this Python, is prepared on first use.
+    Raises ConfigError if vocab_size is not that of the tokenizer. A collective."""
+    if data == "data/stdlib" and not os.path.exists(os.path.join(data, "meta.json")) and parallel.rank == 0:
+        say("preparing data/stdlib from this Python's own source files")
+        data_module.prepare_stdlib(data, advice="run python data.py stdlib --out=FOLDER, and add --data=FOLDER")
+    parallel.sum([0])                                       # a barrier: the others wait while rank 0 prepares data
+    train_data, val_data = (TokenData(data, split, tokenizer) for split in ("train", "val"))
+    expected = data_module.get_tokenizer(tokenizer).n_vocab
+    if vocab_size != expected:
+        raise ConfigError(f"vocab_size is {vocab_size} but the {tokenizer} tokenizer has {expected} "
+                          f"ids with the mask; set --vocab_size={expected}")
+    return train_data, val_data
+
+
+def continue_run(path, model, optimizer, settings, say):
+    """Loads the checkpoint of an earlier run of the same model. Returns its number of steps, the losses since the last
+    line of the log (the next line is the mean that an uninterrupted run writes), and the number of skipped steps."""
+    record = load_checkpoint(path, "optimizer", "settings", "step")
+    config = vars(model.config)
+    if record["config"] != config:
+        changed = [k for k, v in config.items() if record["config"].get(k) != v]
+        raise ModelError(f"{path} was trained with another {', '.join(changed)}; use the same "
+                         f"settings, or another out_dir")
+    watched = "seed batch_size data max_iters learning_rate warmup_iters min_lr weight_decay beta1 beta2 grad_clip"
+    if changed := [k for k in watched.split() if record["settings"].get(k) != settings[k]]:
+        say(f"resuming with another {', '.join(changed)}: not the run that an uninterrupted one would be")
+    model.load_state_dict(record["model"])
+    optimizer.load_state_dict(record["optimizer"])
+    if record["step"] >= max_iters and not eval_only:
+        say(f"{path} is at step {record['step']} of {max_iters} already; raise --max_iters to train on")
+    return record["step"], record.get("losses", []), record.get("skipped", 0)
+
+
+def add_gradients(model, train_data, step, micro_batches, autocast):
+    """Adds the gradients of this rank's rows of a step's batch to p.grad. Returns their share of the batch's loss, a
+    tensor on the device: reading it here would wait for the device."""
+    loss = 0.0
+    for rows in micro_batches:
+        # Data and noise are functions of (seed, step, row of the global batch), whichever rank runs the row.
+        x0 = train_data.batch(seed, step, rows, batch_size, seq_len)           # (rows, s)
+        x0 = x0.to(model.embed.weight.device, non_blocking=True)
+        generators = noise_generators(seed, [step * batch_size + row for row in rows])
+        # The loss is weighted by the rows' share of the batch: so micro-batches and ranks add up to its mean.
+        with autocast():
+            share = model(x0, generators) * (len(rows) / batch_size)
+        share.backward()
+        loss = loss + share.detach()
+    return loss
+
+
 def main():
     check_settings()
     settings = settings_of(globals())
@@ -230,18 +281,9 @@ def main():
             if isinstance(error, BrokenPipeError):          # a closed pipe does, after saving
                 stop.append(signal.SIGPIPE)
 
-    # 1. Data. The default corpus is the standard library of this Python, prepared on first use.
-    if data == "data/stdlib" and not os.path.exists(os.path.join(data, "meta.json")) and master:
-        say("preparing data/stdlib from this Python's own source files")
-        data_module.prepare_stdlib(data, advice="run python data.py stdlib --out=FOLDER, and add --data=FOLDER")
-    parallel.sum([0])                                       # a barrier: the others wait while rank 0 prepares data
-    train_data = TokenData(data, "train", tokenizer)
-    val_data = TokenData(data, "val", tokenizer)
-    val = val_data.sequences(seq_len, eval_sequences)
-    expected = data_module.get_tokenizer(tokenizer).n_vocab
-    if vocab_size != expected:
-        raise ConfigError(f"vocab_size is {vocab_size} but the {tokenizer} tokenizer has {expected} "
-                          f"ids with the mask; set --vocab_size={expected}")
+    # 1. Data.
+    train_data, val_data = open_data(parallel, say)
+    val = val_data.sequences(seq_len, eval_sequences)       # (n, s)
 
     # 2. Model and optimizer.
     config = ModelConfig(**{f: settings[f] for f in ModelConfig.__dataclass_fields__ if f in settings})
@@ -254,20 +296,7 @@ def main():
     if init_from and not resume:
         load_weights(model, load_checkpoint(find_checkpoint(init_from))["model"])
     if resume:
-        record = load_checkpoint(path, "optimizer", "settings", "step")
-        if record["config"] != vars(config):
-            changed = [k for k, v in vars(config).items() if record["config"].get(k) != v]
-            raise ModelError(f"{path} was trained with another {', '.join(changed)}; use the same "
-                             f"settings, or another out_dir")
-        watched = "seed batch_size data max_iters learning_rate warmup_iters min_lr weight_decay beta1 beta2 grad_clip"
-        if changed := [k for k in watched.split() if record["settings"].get(k) != settings[k]]:
-            say(f"resuming with another {', '.join(changed)}: not the run that an uninterrupted one would be")
-        model.load_state_dict(record["model"])
-        optimizer.load_state_dict(record["optimizer"])
-        # The losses since the last line of the log: the next line is the mean that an uninterrupted run writes.
-        step, losses, skipped = record["step"], record.get("losses", []), record.get("skipped", 0)
-        if step >= max_iters and not eval_only:
-            say(f"{path} is at step {step} of {max_iters} already; raise --max_iters to train on")
+        step, losses, skipped = continue_run(path, model, optimizer, settings, say)
     elif master and not eval_only:
         with writing(out_dir, "choose another --out_dir"):
             os.makedirs(out_dir, exist_ok=True)
@@ -350,16 +379,7 @@ def main():
     while step < max_iters:
         lr = learning_rate_at(step, learning_rate, min_lr, warmup_iters, max_iters)
         optimizer.zero_grad()
-        loss = 0.0
-        for rows in micro_batches:
-            # Data and noise are functions of (seed, step, row of the global batch), whichever rank runs the row. The
-            # loss is weighted by the rows' share of that batch: micro-batches and ranks add up, nothing is averaged.
-            x0 = train_data.batch(seed, step, rows, batch_size, seq_len).to(dev, non_blocking=True)
-            generators = noise_generators(seed, [step * batch_size + row for row in rows])
-            with autocast():
-                share = model(x0, generators) * (len(rows) / batch_size)
-            share.backward()
-            loss = loss + share.detach()                    # stays on the device: reading it here would wait
+        loss = add_gradients(model, train_data, step, micro_batches, autocast)
         norm = optimizer.reduce()                           # sums gradients over ranks; the norm of the sum
         loss, = parallel.sum([float(loss)])
         norm = float(norm)

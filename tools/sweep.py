@@ -40,23 +40,24 @@ from parallel import ROOT, hardware, pick_device
 # Settings
 out_dir = "out/sweep"
 runs = []                               # each is a config file of train.py and settings: "FILE a=1 b=2"
-settings = ""                           # of all runs, as in "data=data/mine seed=1"; a run's own settings win
+train_settings = ""                     # of train.py, for all runs: "data=data/mine seed=1"; a run's own settings win
 gpus_per_run = 1                        # GPUs of one run (on a CPU: processes)
 runs_per_gpu = 1                        # runs that share a GPU, for small models
 eval_settings = "mc=8"                  # settings of eval.py
 figure = ""                             # draw the curves in this file; empty: out_dir/sweep.png
 table = ""                              # write the table to this JSON file; empty: out_dir/sweep.json
-draw = ""                               # JSON files between commas: only print and draw them
+draw = []                               # only print and draw these JSON files, which a sweep wrote
 # ---------------------------------------------------------------------------------------------
 
 PRCTL, PR_SET_PDEATHSIG = getattr(ctypes.CDLL(None), "prctl", None), 1     # Linux: ends a child when its parent dies
 PICTURE = rb"\x89PNG|%PDF|<\?xml"
 NUMBER = (int, float, type(None))
-FIGURES = {**dict.fromkeys("nelbo nelbo_se nelbo_se_noise ppl_se bpb acc acc_se tokens samples".split(), NUMBER),
-           "ppl": (int, float)}         # the fields of eval.py's results on a text that are used here
-REPORT = {"results": [{"parameters": int, "text": {"*": {**FIGURES, "nats": [(int, float)]}}}]}
+# What the JSON files must hold, see files.misfit. First, of eval.py's results on a text, the fields that are used here.
+TEXT_RESULT = {"ppl": (int, float), **dict.fromkeys(
+    "nelbo nelbo_se nelbo_se_noise ppl_se bpb acc acc_se tokens samples".split(), NUMBER)}
+REPORT = {"results": [{"parameters": int, "text": {"*": {**TEXT_RESULT, "nats": [(int, float)]}}}]}
 ROW = {"name": str, "base": str, "points": [{"step": int, "val": (int, float), "train": NUMBER}], "?error": str,
-       "?eval": FIGURES, "?nats": [(int, float)], "tokens": int, "steps": int,
+       "?eval": TEXT_RESULT, "?nats": [(int, float)], "tokens": int, "steps": int,
        **dict.fromkeys(("?learning_rate", "?tok_per_s", "?parameters", "?val_loss"), NUMBER)}
 RESULTS = {"runs": lambda rows: rows and not misfit(rows, [ROW])}           # the form of the JSON table
 EVALUATION = 100                        # in the progress bar an evaluation counts as this many steps
@@ -81,7 +82,7 @@ class Run:
         self.base = os.path.splitext(os.path.basename(self.file))[0]
         self.name = " ".join([self.base, *own])
         self.folder = os.path.join(out_dir, re.sub(r"[^\w.+-]", "-", self.name.replace(" ", "+")))
-        words = {word.partition("=")[0]: word for word in [*words_of(settings), *own]}
+        words = {word.partition("=")[0]: word for word in [*words_of(train_settings), *own]}
         self.words = [self.file, *(f"--{word}" for word in words.values())]
         self.settings = configure(settings_of(vars(train)), self.words)
 
@@ -142,7 +143,7 @@ class Run:
             for result in record["results"]:
                 for figures in result["text"].values():
                     return dict(parameters=result["parameters"], nats=figures["nats"],
-                                eval={k: figures[k] for k in FIGURES})
+                                eval={k: figures[k] for k in TEXT_RESULT})
 
     def command(self, script):
         """The command that runs `script`: "train" (continues from a checkpoint if there is one) or "eval"."""
@@ -418,7 +419,7 @@ def picture(results, path, repetitions=()):
 def check_settings():
     """Raises ConfigError for wrong settings before any run starts."""
     check(globals(), least=dict(gpus_per_run=1, runs_per_gpu=1))
-    check_names(globals(), "runs")
+    check_names(globals(), "runs", "draw")
     configure(settings_of(vars(evaluation)), [f"--{word}" for word in words_of(eval_settings)])
     check(dict(figure=os.path.splitext(figure or "x.png")[1]), choices=dict(figure=(".png", ".pdf", ".svg")))
     check_file("table", table, rb'\{\s*"runs"')
@@ -454,9 +455,8 @@ def train_and_evaluate():
 def main():
     check_settings()
     if draw:
-        paths = draw.split(",")
-        records = [read_record(path, load_json, RESULTS, "a file that sweep.py wrote", "name another")
-                   for path in paths]
+        paths, records = draw, [
+            read_record(path, load_json, RESULTS, "a file that sweep.py wrote", "name another") for path in draw]
     else:
         record = train_and_evaluate()
         paths, records = [table or os.path.join(out_dir, "sweep.json")], [record]

@@ -104,9 +104,9 @@ def test_what_is_done_is_not_done_again_and_other_settings_are_refused(swept, co
         grid(config, swept[0])
     assert [os.stat(f).st_mtime_ns for f in made] == times
     with pytest.raises(ConfigError, match="another seed"):
-        grid(config, swept[0], "--settings=seed=2")
+        grid(config, swept[0], "--train_settings=seed=2")
     with pytest.raises(ConfigError, match="another .*seed"):                # even if every run has ended
-        run(f"--runs=['{config} learning_rate=1e-5']", f"--out_dir={swept[0]}", "--settings=seed=2",
+        run(f"--runs=['{config} learning_rate=1e-5']", f"--out_dir={swept[0]}", "--train_settings=seed=2",
             "--eval_settings=mc=2 sequences=4")
 
 
@@ -144,7 +144,7 @@ def test_an_unreadable_evaluation_loses_no_other_row(swept, config):
 def test_an_interrupted_sweep_goes_on_where_it_was(config, tmp_path):
     out = str(tmp_path / "out")
     argv = [f"--runs=['{config}']", f"--out_dir={out}", "--eval_settings=sequences=2",
-            "--settings=max_iters=150 eval_interval=1000 log_interval=5"]
+            "--train_settings=max_iters=150 eval_interval=1000 log_interval=5"]
 
     def interrupt():
         deadline = time.monotonic() + 60
@@ -204,7 +204,7 @@ def test_repetitions_are_drawn_beside_a_sweep(swept, tmp_path, capsys):
 
 
 def test_of_settings_given_twice_the_later_wins_and_values_may_hold_spaces(config):
-    configure(vars(sweep), ["--settings=max_iters=9 'data=my texts' learning_rate=1"])
+    configure(vars(sweep), ["--train_settings=max_iters=9 'data=my texts' learning_rate=1"])
     one = sweep.Run(f"{config} learning_rate=5e-4")
     assert one.settings["max_iters"] == 9 and one.settings["data"] == "my texts"
     assert one.settings["learning_rate"] == 0.0005 and one.name.endswith("learning_rate=5e-4")
