@@ -3,7 +3,7 @@ Measures the throughput of training and generation, as the paper does (tab:train
 tab:inference-throughput), and compares each heavy operation with a library and with the limit of the hardware.
 
     python bench.py train         # 350M, 8192 tokens; or torchrun --nproc_per_node=8 bench.py train
-    python bench.py sample        # 700M, batch 1, p = 16; some rows: --lengths=[1024,65536]
+    python bench.py sample        # 700M, batch 1, p = 16; some rows: --lengths=1024,65536
     python bench.py ops           # some operations: --only=scan,mixer
     python bench.py plot FILE...  # figures in assets/ from files that --out=FILE wrote
 
@@ -35,7 +35,7 @@ from tools.throughput import plot        # imports matplotlib only when it is ca
 only = []                               # config files or operations, e.g. mamba_h_350m,attention_350m; []: all
 lengths = []                            # generated lengths; []: the paper's
 batch = [1]                             # batch sizes of `sample`
-whole = [256, 1024, 8192, 32768, 65536]  # lengths that block models generate from start to end
+whole = [256, 1024, 8192, 32768, 65536]  # lengths timed as a whole; others are integrated over blocks
 tokens_per_step = 16                    # p, tokens revealed per step
 micro_batch_size = 8                    # training sequences per device
 seq_len = 0                             # tokens of a training sequence; 0: as in the config file
@@ -45,7 +45,7 @@ out = ""                                # also write the JSON to this file
 figures = "assets"                      # the folder in which `plot` writes its pictures
 device = "auto"                         # auto, cpu, cuda or mps
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
-compile = True                          # torch.compile the layers; on CUDA only
+compile = True                          # torch.compile the layers; on Ampere GPUs and later only
 dist_timeout = 300                      # seconds after which a collective that a rank has not joined ends the job
 
 # -- measuring --
@@ -65,8 +65,8 @@ def measure(step, dev, in_a_row=1):
 
 
 def measured_ceilings(dev):
-    """The limits of the hardware, measured: TFLOP/s of a product of two square matrices of random numbers (bf16 on a
-    GPU), and TB/s of a copy, bytes read plus bytes written."""
+    """The limits of the hardware, measured: TFLOP/s of a product of two square matrices of random numbers (bf16 if the
+    GPU has it), and TB/s of a copy, bytes read plus bytes written."""
     def rate(work, f):
         return work / measure(f, dev, in_a_row=10)[0]
     on_gpu, a = dev.type == "cuda", torch.randn(512, 512, device=dev)
@@ -177,7 +177,7 @@ def train_row(name, config, parallel, ceiling):
     n_tokens = micro_batch_size * config.seq_len * parallel.world
     return dict(config=name, tok_per_s=n_tokens / median, ms=1000 * median, spread=spread, compile_s=first,
                 mfu=train_flops(config, config.seq_len) * micro_batch_size / median / ceiling,
-                gpus=parallel.world, batch=micro_batch_size * parallel.world,
+                gpus=parallel.world, seq_len=config.seq_len, batch=micro_batch_size * parallel.world,
                 peak_gib=torch.cuda.max_memory_allocated() / 2 ** 30)
 
 
@@ -185,6 +185,7 @@ def format_train(r):
     if "error" in r:
         return f"{r['config']:<22}{r['error']}"
     paper_speed = paper.TRAIN.get(r["config"].removesuffix("_350m"), 0) / 8        # of one of its eight GPUs
+    paper_speed *= r["seq_len"] == 8192                 # there is none for other sequences
     ratio = f"{r['tok_per_s'] / r['gpus'] / paper_speed:.2f}x the paper's A100" if paper_speed else ""
     return (f"{r['config']:<22}{r['tok_per_s']:>10,.0f} tok/s {r['ms']:>8.1f} ms "
             f"+-{50 * r['spread']:.1f}% {100 * r['mfu']:>5.1f}% of matmul ceiling "
@@ -215,8 +216,9 @@ def bench_sample(parallel):
                 yield dict(config=name, batch=b, error=f"{b} rows of the shortest length are too many; give --lengths")
             for part in filter(None, parts):
                 for row in measure_rows(*engine, b, part):
-                    theirs = paper.SAMPLE.get(name.removesuffix("_700m"), {}).get(row["length"]) if b == 1 else None
-                    row |= dict(config=name, batch=b)
+                    theirs = paper.SAMPLE.get(name.removesuffix("_700m"), {}).get(row["length"])
+                    theirs = theirs if (b, tokens_per_step) == (1, 16) else None
+                    row |= dict(config=name, batch=b, tokens_per_step=tokens_per_step)
                     yield dict(row, **limit_of_step(row, model, ceilings), paper=theirs)
     names, longest = models("700m", dev), max(lengths, default=0)
     for name in names:

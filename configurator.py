@@ -11,8 +11,8 @@ configurator; and `script`, which turns an error that the user can correct into 
         check(globals(), above=dict(learning_rate=0))
         main()
 
-A config file is Python. It may compute, import, and read the current values of settings, but every public name that
-it assigns must be a setting of the script. Names in capitals are constants, not settings.
+A config file is Python. It may compute, import modules, and read the current values of settings. Every name that it
+assigns must be a setting of the script, except constants (in capitals) and names that begin with _.
 """
 import ast
 import contextlib
@@ -128,10 +128,10 @@ def run_config(path, settings):
             exec(compile(f.read(), path, "exec"), scope)
     except (Exception, SystemExit) as error:        # the user's code may raise anything
         raise ConfigError(f"config file {path} failed: {type(error).__name__}: {error}") from error
-    # What a file imports or defines is no setting.
+    # Modules, functions, classes and constants are no settings.
     helpers = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
-    return {k: v for k, v in scope.items() if not k.startswith("_") and not isinstance(v, helpers)
-            and not (k in settings and v is settings[k])}
+    return {k: v for k, v in scope.items() if not k.startswith("_") and not k.isupper()
+            and not isinstance(v, helpers) and not (k in settings and v is settings[k])}
 
 
 def check_words(words):

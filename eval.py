@@ -53,7 +53,7 @@ batch_size = 8                          # sequences at a time; questions: batch_
 seed = 1337                             # of all noise
 out = ""                                # also write the JSON to this file
 device = "auto"                         # auto, cpu, cuda or mps
-dtype = "auto"                          # auto: bfloat16 on CUDA, float32 elsewhere; logits are fp32
+dtype = "auto"                          # auto: bfloat16 if the GPU has it, else float32; logits are fp32
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
 dist_timeout = 300                      # seconds after which a collective that a rank has not joined ends the job
 # ---------------------------------------------------------------------------------------------
@@ -174,9 +174,9 @@ def answer_rows(config, choice, context, answer, noise):
         prefix, known = tuple(tokens[:start]), min(l, len(tokens) - start)
         block = np.full(l, config.mask_id)
         block[:known] = tokens[start:start + known]
-        # Index i of the answer is position n + i of `tokens` and position n + i - start of the block.
+        # Token i of the answer is at position n + i - start of the block.
         for scored, weight in maskings(range(max(start - n, 0), start - n + known), noise):
-            at, xt = [n + place - start for place in scored], block.copy()
+            at, xt = [n + i - start for i in scored], block.copy()
             xt[at] = config.mask_id
             yield Row(choice, prefix, xt, at, block[at].tolist(), weight)
 

@@ -18,6 +18,9 @@ import subprocess
 
 import torch
 import torch.distributed as dist
+# Imported before the process group exists: the default arguments in this module would keep the group, and with it
+# gloo's threads, until the exit, where they now and then abort the process.
+import torch.distributed.nn
 
 import ops
 from configurator import ConfigError, check
@@ -38,8 +41,9 @@ def pick_device(name):
     that sampling draws in. Raises ConfigError for a device that this machine lacks."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    available = dict(cpu=True, cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
-    if not available.get(name.partition(":")[0], False):
+    count = dict(cpu=1, cuda=torch.cuda.device_count(), mps=int(torch.backends.mps.is_available()))
+    kind, _, index = name.partition(":")
+    if not (index or "0").isdecimal() or int(index or 0) >= count.get(kind, 0):
         raise ConfigError(f"this machine has no device '{name}'; use --device=auto")
     return name
 
@@ -173,9 +177,6 @@ class Parallel:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.device.index or 0)))
             torch.cuda.set_device(self.device)
         if self.world > 1:
-            # Imported later, its default arguments would keep the process group, and gloo's threads, until the exit,
-            # where these threads now and then abort the process.
-            importlib.import_module("torch.distributed.nn")
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
 
@@ -243,7 +244,8 @@ class ShardedAdamW:
             grad = torch.zeros_like(flat)
             if world > 1:
                 dist.broadcast(flat, 0)                             # all ranks start from the weights of rank 0
-            # From here on all are views of the buffers: never set p.grad to None, nor p.data to another tensor.
+            # From here on all are views of the buffers: never set p.grad to None, nor p.data to another tensor. Weights
+            # that are loaded from here on must reach the shards, too: call load_state_dict.
             for p, p_data, p_grad in zip(params, flat.split(sizes), grad.split(sizes)):
                 p.data, p.grad = p_data.view_as(p), p_grad.view_as(p)
             own = slice(rank * len(flat) // world, (rank + 1) * len(flat) // world)

@@ -54,7 +54,7 @@ stop_at_eot = False                     # end a sample at its first end-of-text
 seed = 1337                             # seed of the first sample; sample i has seed + i
 watch = False                           # show the active block while it is unmasked
 device = "auto"                         # auto, cpu, cuda or mps
-dtype = "auto"                          # auto: bfloat16 on CUDA, float32 elsewhere
+dtype = "auto"                          # auto: bfloat16 if the GPU has it, else float32
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
 engine = "auto"                         # auto, simple, fused or graphs: all draw the same tokens, up to rounding
 # ---------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """
 Trains any of the four models: one loop for a laptop, one GPU or several (data parallel, see parallel.py). The loss is
-eq. prefix-cache with the weight of eq. bdlm-masked-objective.
+BlockDiffusionLM.loss: all blocks at once, each masked token weighted by 1/t.
 
     python train.py                                                     # laptop, minutes, real text
     torchrun --nproc_per_node=8 train.py config/mamba_h_87m.py          # one node
@@ -22,9 +22,8 @@ import time
 
 import torch
 
-import data as data_module              # `data` is a setting
 from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from data import TokenData, bits_per_byte, noise_generators
+from data import VOCABULARY, TokenData, bits_per_byte, byte_baselines, noise_generators, prepare_stdlib
 from files import misfit, write_file, writing
 from model import BlockDiffusionLM, ModelConfig, ModelError, train_flops
 from nelbo import nelbo_counts
@@ -60,23 +59,23 @@ micro_batch_size = 0                    # sequences a device holds at a time; 0:
 max_iters = 3500                        # training steps
 learning_rate = 2e-3                    # peak, after the warm-up
 min_lr = 1e-6                           # at the end of the cosine
-warmup_iters = -1                       # steps of linear warm-up; -1: 200, or a tenth of a shorter run
+warmup_iters = -1                       # steps of linear warm-up; -1: 200, but at most max_iters / 10
 beta1 = 0.9                             # AdamW
 beta2 = 0.95                            # AdamW
 weight_decay = 0.1                      # AdamW, only on matrices
 grad_clip = 1.0                         # largest norm of the gradient; 0: no clipping
 seed = 1337                             # of data order, initialisation and noise
 # evaluation, logging, saving
-eval_only = False                       # only validate, and write nothing; add --resume for a trained model
+eval_only = False                       # only validate, log and save nothing; add --resume for a trained model
 eval_interval = 1000                    # steps between validations, each with a checkpoint
 eval_sequences = 64                     # validation sequences, the first of the split; 0: all
 eval_samples = 2                        # noise samples per validation sequence
 log_interval = 100                      # steps between lines of the log
 # system
 device = "auto"                         # auto, cpu, cuda or mps
-dtype = "auto"                          # auto: bfloat16 on CUDA, float32 elsewhere
+dtype = "auto"                          # auto: bfloat16 if the GPU has it, else float32
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
-compile = True                          # torch.compile the layers; on CUDA only
+compile = True                          # torch.compile the layers; on Ampere GPUs and later only
 dist_timeout = 300                      # seconds after which a collective that a rank has not joined ends the job
 # ---------------------------------------------------------------------------------------------
 
@@ -162,8 +161,8 @@ class Log:
         self.validated = {row["step"] for row in rows.values() if "val_loss" in row}
 
     def open(self):
-        """Opens and locks the file. A file that was replaced stays open and locked: another process may have just
-        opened it."""
+        """Opens and locks the file. The one that write_file replaced stays open and locked, for a process that has
+        opened it already."""
         self.files.append(open(self.path, "a"))
         try:
             fcntl.flock(self.files[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,12 +197,15 @@ def check_settings():
         grad_clip=0, beta1=0, beta2=0, seed=0, eval_interval=1, eval_sequences=0, eval_samples=1,
         log_interval=1, dist_timeout=1, init_std=0, embed_std=0),
         most=dict(batch_size=2 ** 20), above=dict(learning_rate=0), below=dict(beta1=1, beta2=1, seed=2 ** 32),
-        choices=dict(dtype=("auto", "float32", "bfloat16")))
+        choices=dict(dtype=("auto", "float32", "bfloat16"), tokenizer=(*VOCABULARY,)))
     if warmup_iters < 0:
         warmup_iters = min(200, max_iters // 10)
     if warmup_iters >= max_iters:
         raise ConfigError(f"warmup_iters must be below max_iters ({max_iters}), but is {warmup_iters}; "
                           f"add --warmup_iters=0")
+    if vocab_size != VOCABULARY[tokenizer]:
+        raise ConfigError(f"vocab_size is {vocab_size} but the {tokenizer} tokenizer has {VOCABULARY[tokenizer]} "
+                          f"ids with the mask; set --vocab_size={VOCABULARY[tokenizer]}")
     if not out_dir:
         raise ConfigError("out_dir is empty; name a folder for checkpoints and the log")
     for name, what in (("ckpt.pt", "add --resume to continue it"), ("log.jsonl", "move it away")):
@@ -214,22 +216,17 @@ def check_settings():
 
 def open_data(parallel, say):
     """The TokenData of both splits. The default corpus, the standard library of this Python, is prepared on first use.
-    Raises ConfigError if vocab_size is not that of the tokenizer. A collective."""
+    A collective."""
     if data == "data/stdlib" and not os.path.exists(os.path.join(data, "meta.json")) and parallel.rank == 0:
         say("preparing data/stdlib from this Python's own source files")
-        data_module.prepare_stdlib(data, advice="run python data.py stdlib --out=FOLDER, and add --data=FOLDER")
+        prepare_stdlib(data, advice="run python data.py stdlib --out=FOLDER, and add --data=FOLDER")
     parallel.sum([0])                                       # a barrier: the others wait while rank 0 prepares data
-    train_data, val_data = (TokenData(data, split, tokenizer) for split in ("train", "val"))
-    expected = data_module.get_tokenizer(tokenizer).n_vocab
-    if vocab_size != expected:
-        raise ConfigError(f"vocab_size is {vocab_size} but the {tokenizer} tokenizer has {expected} "
-                          f"ids with the mask; set --vocab_size={expected}")
-    return train_data, val_data
+    return [TokenData(data, split, tokenizer) for split in ("train", "val")]
 
 
 def continue_run(path, model, optimizer, settings, say):
     """Loads the checkpoint of an earlier run of the same model. Returns its number of steps, the losses since the last
-    line of the log (the next line is the mean that an uninterrupted run writes), and the number of skipped steps."""
+    line of the log (part of the mean in the next line), and the number of skipped steps."""
     record = load_checkpoint(path, "optimizer", "settings", "step")
     config = vars(model.config)
     if record["config"] != config:
@@ -289,12 +286,12 @@ def main():
     config = ModelConfig(**{f: settings[f] for f in ModelConfig.__dataclass_fields__ if f in settings})
     torch.manual_seed(seed)
     model = BlockDiffusionLM(config, init_std, embed_std).to(dev)
+    if init_from and not resume:                            # before ShardedAdamW, which copies the weights
+        load_weights(model, load_checkpoint(find_checkpoint(init_from))["model"])
     micro_batches = share_of_batch(batch_size, micro_batch_size, parallel.rank, parallel.world)
     optimizer = ShardedAdamW(model, learning_rate, (beta1, beta2), weight_decay,
                              parallel.rank, parallel.world)
     path, step, losses, skipped = os.path.join(out_dir, "ckpt.pt"), 0, [], 0
-    if init_from and not resume:
-        load_weights(model, load_checkpoint(find_checkpoint(init_from))["model"])
     if resume:
         step, losses, skipped = continue_run(path, model, optimizer, settings, say)
     elif master and not eval_only:
@@ -366,6 +363,7 @@ def main():
     flops = train_flops(config, seq_len) * batch_size / parallel.world          # of a step, for each GPU
     ceiling = matmul_ceiling(dev) if ampere(dev) else None
     if ceiling:
+        torch.cuda.reset_peak_memory_stats()                # of the measurement: the log reports the training's
         say(f"{flops / 1e12:.1f} TFLOP a step and GPU; MFU is of {ceiling / 1e12:.0f} TFLOP/s, measured")
     bad_steps, val_loss = 0, None                           # steps in a row that were not finite
     started, first_step = time.time(), step                 # of this process, for the ETA
@@ -437,8 +435,8 @@ def main():
     say(f"trained in {duration(time.time() - started)}; validation NELBO {val_loss:.4f} nats per token, "
         f"perplexity {math.exp(min(val_loss, 700)):.2f}, {bpb:.3f} bits per byte")
     if master and tokenizer == "bytes":
-        every_token = train_data.sequences(train_data.n_tokens)
-        base = data_module.byte_baselines(every_token, val)
+        # Counts from at most the first 100M bytes: all of a large corpus would not fit in memory.
+        base = byte_baselines(train_data.sequences(min(train_data.n_tokens, 10 ** 8), 1), val)
         say(f"baselines on the same text: byte bigram {base['bigram']:.3f}, "
             f"byte unigram {base['unigram']:.3f} bits per byte")
     if master and os.path.exists(log.path):

@@ -117,6 +117,14 @@ def test_two_processes_resume_the_checkpoint_of_one(corpus, trained, tmp_path):
     torch.testing.assert_close(a["model"], b["model"], rtol=1e-3, atol=1e-5)
 
 
+def test_two_processes_begin_with_the_weights_of_another_run(corpus, trained, tmp_path):
+    argv = [*TINY, f"--data={corpus}", f"--init_from={trained}", "--max_iters=1", "--warmup_iters=0"]
+    run([*argv, f"--out_dir={tmp_path}/one"])
+    on_nodes_of_two(tmp_path, "train.py", *argv, f"--out_dir={tmp_path}/two", world=2)
+    a, b = (load_checkpoint(tmp_path / name / "ckpt.pt")["model"] for name in ("one", "two"))
+    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
 CLOSED = """
 import os, sys
 sys.path.insert(0, sys.argv[1])

@@ -40,7 +40,7 @@ seed = 1337                             # of all draws
 out = "out/quality.json"                # the results; the picture gets the same name with .png
 draw = ""                               # a results file: only print and draw it
 device = "auto"                         # auto, cpu, cuda or mps
-dtype = "auto"                          # auto: bfloat16 where the GPU has it, float32 elsewhere
+dtype = "auto"                          # auto: bfloat16 if the GPU has it, else float32
 
 NUMBER = (int, float)
 FIGURES = {"model": str, "decoder": str, "bpb": NUMBER, "bpb_se": NUMBER, "entropy": NUMBER, "repeated": NUMBER}

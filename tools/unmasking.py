@@ -36,7 +36,7 @@ seconds = 8.0                           # from the first step to the last; the f
 out = "out/unmasking.svg"               # the picture
 trace = ""                              # a .json trace: only draw it
 device = "auto"                         # auto, cpu, cuda or mps
-dtype = "auto"                          # auto: bfloat16 where the GPU has it, float32 elsewhere
+dtype = "auto"                          # auto: bfloat16 if the GPU has it, else float32
 
 WIDE, HIGH, MARGIN = 7.8, 17, 12        # width of a character, height of a line, margin: in SVG units
 TRACE = {"prompt": str, "tokens": [str], "steps": lambda steps: steps and not misfit(steps, [range(2 ** 31)])}

@@ -56,9 +56,9 @@ def test_mistakes_are_one_sentence_with_the_nearest_name(argv, message):
 def test_config_files_compute_and_flags_after_them_win(tmp_path):
     file = tmp_path / "c.py"                            # with a byte order mark
     file.write_text("\ufeffimport math\nfrom math import sqrt\nmax_iters = max_iters * 2\n"
-                    "learning_rate = math.exp(0) * sqrt(4)\n_half = 3\n")
+                    "learning_rate = math.exp(0) * sqrt(4)\n_half = 3\nCONSTANT = 4\n")
     out = configure(space(), [str(file), "--learning_rate=0.5"])
-    assert out["max_iters"] == 200 and out["learning_rate"] == 0.5 and "_half" not in out
+    assert out["max_iters"] == 200 and out["learning_rate"] == 0.5 and not {"_half", "CONSTANT"} & {*out}
 
 
 @pytest.mark.parametrize("content, message", [
@@ -172,7 +172,7 @@ def test_attention_only_models_need_no_geometry_of_mamba():
 
 @pytest.mark.parametrize("argv, message", [
     (["--batch_size=4", "--micro_batch_size=3"], "must divide the 4 sequences"),
-    (["--vocab_size=300"], "--vocab_size=258"),
+    (["--vocab_size=300"], "--vocab_size=258"), (["--tokenizer=gpt4"], "tokenizer must be one of bytes, gpt2"),
     (["--warmup_iters=4"], r"warmup_iters must be below max_iters \(4\), but is 4; add --warmup_iters=0"),
     (["--dtype=bf16"], "one of auto, float32, bfloat16"),
     (["--kernels=triton"], "kernels must be one of auto, torch, mamba_ssm, but is 'triton'"),
@@ -240,8 +240,9 @@ def test_resuming_with_other_settings_says_so_and_an_absent_device_is_a_sentence
     assert "resuming with another seed, max_iters" in capsys.readouterr().out
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
-    with pytest.raises(ConfigError, match="no device 'cuda'"):
-        run_train(argv + ["--device=cuda", "--resume"])
+    for name in ("cuda", "cuda:1", "cpu:1", "cpu:x", "gpu"):
+        with pytest.raises(ConfigError, match=f"no device '{name}'"):
+            run_train(argv + [f"--device={name}", "--resume"])
 
 
 @pytest.mark.parametrize("name, argv, message", [

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import bench
+import paper
 from configurator import UserError, settings_of
 from conftest import ROOT, script
 from model import config_from_file
@@ -58,6 +59,17 @@ def test_sample_measures_several_rows_at_once(capsys):
     (flops, nbytes), (flops3, nbytes3) = (bench.step_work(config, b, 16, 48, 4, 4) for b in (1, 3))
     cache = bench.step_work(config, 1, 16, 48, 4, 4)[1] - bench.step_work(config, 0, 16, 48, 4, 4)[1]
     assert flops3 == 3 * flops and nbytes3 == nbytes + 2 * cache        # weights are read once
+
+
+def test_only_the_protocol_of_the_paper_is_compared_with_its_figures(capsys, monkeypatch):
+    monkeypatch.setitem(paper.SAMPLE, "laptop", {32: 10})
+    for p, theirs in ((16, 10), (8, None)):
+        bench.main(["sample", "--only=laptop", "--lengths=32", f"--tokens_per_step={p}", *QUICK])
+        row, = last_line(capsys)["rows"]
+        assert row["paper"] == theirs and row["tokens_per_step"] == p
+    row = dict(config="mamba_h_350m", tok_per_s=1e5, gpus=1, ms=1, spread=0, mfu=0.5, peak_gib=1, compile_s=1)
+    assert "the paper's A100" in bench.format_train(dict(row, seq_len=8192))
+    assert "the paper's A100" not in bench.format_train(dict(row, seq_len=1024))
 
 
 def test_a_configuration_that_does_not_fit_says_so_and_the_run_goes_on(capsys, monkeypatch):
@@ -118,7 +130,8 @@ def test_plot_draws_three_figures_and_the_newest_row_wins(tmp_path, monkeypatch)
         dict(config=f"{kind}_700m", length=n, tok_per_s=100.0)
         for kind in MODELS for n in (256, 512)])
     new = dict(old, when="2026-01-03", rows=[
-        dict(config="mamba_h_700m", length=512, tok_per_s=300.0)])
+        dict(config="mamba_h_700m", length=512, tok_per_s=300.0),
+        dict(config="mamba_h_700m", length=512, tok_per_s=900.0, tokens_per_step=64)])        # not the paper's protocol
     train = dict(bench="train", **about, rows=[
         dict(config="mamba_h_350m", gpus=1, tok_per_s=1e5),
         dict(config="attention_350m", gpus=8, error="no")])
