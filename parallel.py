@@ -10,6 +10,7 @@ One process runs the same code with world = 1, and communicates nothing.
 import contextlib
 import datetime
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
@@ -150,8 +151,9 @@ def hardware(dev):
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
             found = subprocess.run(smi, capture_output=True, text=True, check=True).stdout
             record.update(zip(keys.split(","), found.strip().split(", ")))
-        with contextlib.suppress(ImportError):
-            record["triton"] = importlib.import_module("triton").__version__
+        for package in ("triton", "flash-attn-4"):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                record[package] = importlib.metadata.version(package)
         record["name"] = gpu.name
     return {k: str(v) for k, v in record.items()}
 

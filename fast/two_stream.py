@@ -1,7 +1,7 @@
 """
 Attention in training, by FlexAttention. It replaces ops.two_stream_masks and ops.two_stream_attention as a pair.
 
-FlexAttention skips the tiles that the mask hides. With 16-bit inputs on Hopper and later GPUs it runs the kernels of
+FlexAttention skips the tiles that the mask hides. With 16-bit inputs on a Hopper GPU it runs the kernels of
 FlashAttention-4, if that package is installed. Otherwise it runs its own Triton kernels.
 
     python bench.py ops --only=attention                       time it beside libraries
@@ -14,11 +14,14 @@ import warnings
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.torch_version import TorchVersion
 
 import ops
 
 TILE = 128                              # if TILE divides block_len, each tile is wholly visible or wholly hidden
 FLASH = dict(BACKEND="FLASH")
+# Earlier versions now and then return wrong gradients under a mask (flash-attention's pull request 2756).
+LEAST_FLASH = "4.0.0b36"
 # By default, head dimensions 52 and 56 would get tiles of 64 queries, which take a quarter longer.
 TRITON = dict(fwd_BLOCK_M=128, fwd_BLOCK_N=64)
 flex = torch.compile(flex_attention, dynamic=False)
@@ -26,16 +29,18 @@ warnings.filterwarnings("ignore", message=".*aux_data.*")       # FlashAttention
 
 
 def has_flash():
-    """Whether flash-attn-4 is installed. A test of the module would not do: flash-attn 2 has a flash_attn.cute too."""
+    """Whether flash-attn-4 is installed, in version LEAST_FLASH or later. A test of the module would not do: flash-attn
+    2 has a flash_attn.cute too."""
     try:
-        return bool(importlib.metadata.version("flash-attn-4"))
+        return TorchVersion(importlib.metadata.version("flash-attn-4")) >= LEAST_FLASH     # a comparison for any package
     except importlib.metadata.PackageNotFoundError:
         return False
 
 
 def hopper(device):
-    """Whether a device is a Hopper or later GPU, for which FlashAttention-4 has a backward."""
-    return torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether a device is a Hopper GPU. Before Hopper, FlashAttention-4 has no backward. After it, it wants other tiles
+    (10.0) or has no backward under a mask (12.0)."""
+    return torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def two_stream_masks(s, block_len, device):

@@ -266,11 +266,12 @@ def test_masks_of_tiles_show_what_the_masked_attention_shows(monkeypatch):
 
 @pytest.mark.parametrize("changed, backend", [
     ({}, "FLASH"), (dict(installed=False), "TRITON"), (dict(capability=(8, 9)), "TRITON"),
+    (dict(capability=(10, 0)), "TRITON"), (dict(capability=(12, 0)), "TRITON"),
     (dict(device="cpu"), "TRITON"), (dict(dtype=torch.float32), "TRITON"), (dict(l=192), "plain"),
     (dict(blocks=1), "FLASH"), (dict(blocks=1, installed=False), "plain"), (dict(e=52), "FLASH"),
     (dict(e=56), "FLASH"), (dict(e=52, installed=False), "TRITON")])
 def test_flash_attention_4_runs_where_it_can(monkeypatch, changed, backend):
-    """Where it is installed, on Hopper or later, in 16 bits, for blocks of whole tiles. Elsewhere FlexAttention's own
+    """Where it is installed, on Hopper, in 16 bits, for blocks of whole tiles. Elsewhere FlexAttention's own
     kernels; for other blocks, and for a single one without it, SDPA. It takes head dimensions that 8 divides."""
     case = dict(installed=True, capability=(9, 0), device="cuda", dtype=torch.bfloat16, l=128, blocks=3, e=64) | changed
     calls, s, e = [], case["blocks"] * case["l"], case["e"]
@@ -297,13 +298,20 @@ def test_flash_attention_4_runs_where_it_can(monkeypatch, changed, backend):
 
 
 @pytest.mark.parametrize("installed, capability, end", [
-    (True, (9, 0), "attention flash-attn-4"), (True, (8, 0), "attention flex"),
-    (False, (10, 0), "attention flex (pip install -r requirements-gpu.txt: 1.5x)"), (False, (8, 6), "attention flex")])
+    (True, (9, 0), "attention flash-attn-4"), (True, (8, 0), "attention flex"), (True, (10, 0), "attention flex"),
+    (False, (9, 0), "attention flex (pip install -r requirements-gpu.txt: 1.5x)"), (False, (8, 6), "attention flex")])
 def test_the_start_line_names_the_attention_and_what_is_missing(monkeypatch, installed, capability, end):
     monkeypatch.setattr(ops, "FAST", {})
     monkeypatch.setattr(two_stream, "has_flash", lambda: installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert fast.select("cuda").endswith(end)
+
+
+@pytest.mark.parametrize("version, runs", [
+    ("4.0.0b36", True), ("4.0.0", True), ("4.1.0b1", True), ("4.0.0b35", False), ("4.0.0b9", False)])
+def test_versions_of_flash_attention_4_with_wrong_gradients_do_not_run(monkeypatch, version, runs):
+    monkeypatch.setattr(two_stream.importlib.metadata, "version", lambda name: version)
+    assert two_stream.has_flash() == runs
 
 
 def attention_inputs(lengths, l, d, dtype, h=2, cap=None, pad=0, caches=None):
