@@ -2,10 +2,11 @@
 Which masked tokens a denoising step reveals. The plain engine in sample.py and the fast one in fast/decoder.py share
 these rules. A step draws a token for masked positions and writes some of the drawn tokens into the block:
 
-  random         at the next p positions of a random permutation; p = 1 is exact ancestral sampling
+  random         at the next p positions of a random permutation; p = 1 is exact ancestral sampling if the model takes
+                 no t
   confidence     at the p positions whose drawn tokens are most probable
   threshold      at every position whose drawn token is at least `threshold` probable, and at the most probable one
-  first_hitting  at one random position; t follows the exact distribution of unmasking times
+  first_hitting  random with p = 1, and t follows the exact distribution of unmasking times
 
 p is `tokens_per_step`. To add a decoder, see "Another decoder" in docs/forking.md.
 
@@ -46,7 +47,7 @@ class Sampler:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
-    mask_id: int = None
+    mask_id: int = dataclasses.field(kw_only=True)      # the model's
 
     def __post_init__(self):
         check_decoder(vars(self))
@@ -206,7 +207,7 @@ class ActiveBlock:
             probability = logits.softmax(-1, dtype=ops.at_least_fp32(logits.dtype))
             drawn.append(tokens)
             confidence.append(probability.gather(2, tokens[..., None])[..., 0])        # (b, m)
-        drawn, confidence = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in (drawn, confidence))     # (b, l)
+        drawn, confidence = torch.cat(drawn, 1), torch.cat(confidence, 1)      # (b, l) each
         confidence = confidence.where(is_masked, -1)    # below every probability: masked positions come first
         if sampler.decoder == "threshold":
             # The most probable position is always revealed, or a step might reveal nothing and never end.

@@ -12,7 +12,7 @@ Mamba-2 hybrid) and block_len (seq_len: the whole sequence is one block). Equati
   Cache                  keys/values and boundary states of a prefix      C(c), eq. cacheable-layer
 
 In shapes: b sequences, s tokens of each, l tokens of a block, k = s / l blocks, d width, v vocabulary. c is an axis of
-channels, or the conditioning.
+channels, or the conditioning; h an axis of heads, or the residual stream.
 
     python model.py                                   parameter counts of every config
     python -m pytest tests/test_model.py              what is claimed here, shown
@@ -40,8 +40,8 @@ class ModelError(UserError):
 class ModelConfig:
     vocab_size: int = 50258             # the last id is the mask token
     seq_len: int = 8192                 # tokens of a training sequence
-    block_len: int = 256                # tokens of a diffusion block (nanoGPT's block_size is seq_len). seq_len: the
-                                        # model is full-sequence, and has no cache
+    block_len: int = 256                # tokens of a diffusion block (nanoGPT's block_size is seq_len). If it equals
+                                        # seq_len, the model is full-sequence, and has no cache
     attn_every: int = 6                 # layer i attends if i % attn_every == 0, else it is Mamba-2; 1: attention only
     n_layer: int = 12
     n_head: int = 8                     # attention heads
@@ -204,9 +204,8 @@ class Attention(nn.Module):
 
     def project(self, u, rope):
         """u (b, s, d) -> q, k, v, each (b, h, s, e) with e = d / h; q and k are rotated."""
-        qkv = self.qkv(u).unflatten(-1, (3, self.n_head, -1))                  # (b, s, 3, h, e)
-        qk, v = qkv.permute(2, 0, 3, 1, 4).split([2, 1])                       # (2, b, h, s, e), (1, b, h, s, e)
-        return *rotate(qk, *rope), *v                                          # the first dimension becomes q, k, v
+        q, k, v = self.qkv(u).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)       # (b, h, s, e) each
+        return rotate(q, *rope), rotate(k, *rope), v
 
     def merge(self, y):
         """y (b, h, s, e) -> (b, s, d)."""
@@ -495,8 +494,9 @@ class BlockDiffusionLM(nn.Module):
         return self._rope[1][:, :length].unbind()
 
     def rope_after(self, lengths, count):
-        """Rotary tables (cos, sin), each (b, 1, count, head_dim / 2), of the `count` positions after lengths (b,). The
-        table is long enough: `new_cache` made it. A check would make the host wait for the device."""
+        """Rotary tables (cos, sin), each (b, 1, count, head_dim / 2), of the `count` positions after lengths (b,).
+        `new_cache` made the table long enough for its max_len and an active block, within the rotary capacity. A check
+        here would make the host wait for the device."""
         at = lengths[:, None] + torch.arange(count, device=lengths.device)
         return self._rope[1][:, at][:, :, None].unbind()
 
@@ -688,7 +688,8 @@ def train_flops(config, s, masked=0.5):
             c = min(config.chunk_len, l)
             project = 2 * d * (2 * di + 2 * n + di // config.mamba_head_dim) + 2 * di * d
             scan = 2 * c * n + 2 * c * di + 4 * n * di      # scores, times x, state in and out
-            total += (2 * s + clean) * (project + scan)     # noisy tokens both ways, clean ones forward
+            both = 1 + config.reverse_scan
+            total += (both * s + clean) * (project + scan)  # noisy tokens both ways, clean ones forward
     return 3 * total
 
 

@@ -99,9 +99,9 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
     the state after the last chunk is not computed.
     """
     b, s, h, p = x.shape
-    assert s % (block_len or s or 1) == 0, f"{s} positions are not whole blocks of {block_len}"
+    assert s % (block_len or s) == 0, f"{s} positions are not whole blocks of {block_len}"
     # l is the length of a chunk here, and c the number of chunks. l divides block_len, so blocks end where chunks end.
-    l = largest_divisor(block_len, chunk_len) if block_len else max(1, min(chunk_len, s))
+    l = largest_divisor(block_len, chunk_len) if block_len else min(chunk_len, s)
     dtype = at_least_fp32(x.dtype)
     with torch.autocast(x.device.type, enabled=False):
         xs, dt, B, C = (v.to(dtype) for v in (x, dt, B, C))
@@ -194,7 +194,7 @@ def conv_boundaries(u, initial, block_len):
     The convolution states of u (b, s, c) at every block boundary, given initial (b, w-1, c): the last w-1 columns
     before each of the k = s / block_len blocks, and those before the end. Returns (b, k + 1, w-1, c).
     """
-    w1, l = initial.size(1), block_len or max(u.size(1), 1)                    # w1 is w - 1
+    w1, l = initial.size(1), block_len or u.size(1)                            # w1 is w - 1
     if l < w1:                                          # a state spans several blocks
         return torch.cat([initial.to(u.dtype), u], 1).unfold(1, w1, l).transpose(2, 3)         # (b, k + 1, w1, c)
     ends = u.unflatten(1, (-1, l))[:, :, l - w1:]                              # (b, k, w1, c)
@@ -273,7 +273,7 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
     sees the first lengths[i] positions of the cache; the rest may be uninitialised. Returns the shape of q.
     """
     m = k.size(2)
-    if k_cache.size(2) == 0 and m == block_len:         # a full-sequence model; int(lengths) would wait for the GPU
+    if k_cache.size(2) == 0 and m == block_len:         # there is no prefix; int(lengths) would wait for the GPU
         return F.scaled_dot_product_attention(q, k, v)
     shortest, longest = int(lengths.min()), int(lengths.max())
     keys = torch.cat([k_cache[:, :, :longest], k], 2)                          # (b, h, longest + m, e)

@@ -1,11 +1,11 @@
 """
 Generation, one block after another: unmask a block, append it to the cache, continue (eq. bdlm-kv-cache and
-eq. partial-reverse). All four models generate this way; a full-sequence model has one block, as long as its window.
+eq. partial-reverse). All four models generate this way; a full-sequence model takes the whole request as one block.
 
     python sample.py                                            # continue from out/ckpt.pt
     python sample.py --prompt "def " --length 1000 --watch      # see each block being unmasked
     python sample.py --prompt_file=book.txt --save_cache=book   # save the prompt's cache
-    python sample.py --load_cache=book --prompt " Then"         # continue from it, this text after it
+    python sample.py --load_cache=book --prompt " Then"         # continue from it and this text
 
 `generate` is the loop to read and to import. What a denoising step reveals is in decoders.py. In shapes, b is the
 batch (one row for each sample), l the tokens of a block, m any number of tokens, d the width of the model.
@@ -53,7 +53,7 @@ top_p = 1.0                             # draw from the most probable tokens tha
 stop_at_eot = False                     # end a sample at its first end-of-text
 seed = 1337                             # seed of the first sample; sample i has seed + i
 watch = False                           # show the active block while it is unmasked
-device = "auto"                         # auto, cpu, cuda or mps
+device = "auto"                         # auto, cpu or cuda; mps lacks the fp64 that sampling draws in
 dtype = "auto"                          # auto: bfloat16 if the GPU has it, else float32
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
 engine = "auto"                         # auto, simple, fused or graphs: all draw the same tokens, up to rounding
@@ -129,7 +129,7 @@ def open_engine(wanted, model, dtype=torch.float32):
 @dataclasses.dataclass
 class Generation:
     """What `generate` returns."""
-    tokens: list                        # for each row a 1-D int64 tensor on the CPU: prompt, then generated tokens
+    tokens: list                        # for each row a 1-D int64 tensor on the CPU: prompt, generated tokens, suffix
     forward_passes: int                 # denoising steps and commits; reading the prompts is not counted
     start_seconds: float                # compiling and recording steps, reading the prompts
     seconds: float                      # from the first step to the last token
@@ -142,10 +142,10 @@ def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=No
     """
     Continues every prompt by `length` tokens. With a suffix, these tokens fill the gap between prompt and suffix.
 
-    model, new_decoder: as `open_engine` returns them. prompts: list of 1-D int64 tensors, which may differ in length.
-    sampler: Sampler with one seed for each prompt. stop_token: a row ends after its first one. prefix: a Prefix that
-    comes before every prompt, which may then be empty; its tokens are part of the returned rows. on_block(row, tokens)
-    is called after each block with the new tokens of a row, on_step(xt) after each denoising step, on_read(n) when n
+    model, new_decoder: as `open_engine` returns them. prompts: list of 1-D int64 tensors, which may differ in length
+    and be empty. sampler: Sampler with one seed for each prompt. stop_token: a row ends after its first one, without a
+    suffix. prefix: a Prefix that comes before every prompt; its tokens are part of the returned rows. on_block(row,
+    tokens) is called after each block with the new tokens of a row, on_step(xt) after each denoising step, on_read(n) when n
     more tokens of the prompts have been read. Raises ModelError for a request that `plan` refuses.
     """
     c, device = model.config, model.embed.weight.device
@@ -258,7 +258,7 @@ def plan(config, prompts, length, n_suffix=0):
         # A block sees only itself and what comes before it. It would not see a suffix that lies in a later block.
         raise ModelError(f"a suffix must end in the block of {l} tokens in which the prompt ends, which has room for "
                          f"{l - max(len(p) % l for p in prompts)}; length and suffix are {length + n_suffix} tokens")
-    end = max(max(starts) + n_blocks * l, *totals)
+    end = max(starts) + n_blocks * l
     if end > config.rope_capacity:
         raise ModelError(f"prompt and length make {end} tokens in whole blocks, which is beyond the rotary "
                          f"capacity of {config.rope_capacity}; ask for a shorter length or prompt")
@@ -296,6 +296,8 @@ def check_settings():
           below=dict(seed=2 ** 63),
           choices=dict(init=("", "random"), dtype=("auto", "float32", "bfloat16"), engine=ENGINES))
     check_decoder(dict(globals(), tokens_per_step=tokens_per_step or 1))
+    if device.startswith("mps"):
+        raise ConfigError("device=mps lacks the fp64 that sampling draws in; use --device=cpu")
     check_file("save_cache", save_cache, rb"PK.*nanobdlm-prefix", (prompt_file, load_cache))
 
 
@@ -444,7 +446,7 @@ def main():
     l, (start, *_), _ = plan(c, [known] * num_samples, length, len(suffix_tokens))
     seeds = [(seed + i) % 2 ** 63 for i in range(num_samples)]
     sampler = Sampler(seeds, decoder, tokens_per_step or max(l // 16, 1), threshold, temperature, top_k, top_p,
-                      c.mask_id)
+                      mask_id=c.mask_id)
     if save_cache:
         need_cache(c)
     model, new_decoder = open_engine(engine, model, weight_dtype)
@@ -473,7 +475,7 @@ def main():
     print()
     for i, row in enumerate(out.tokens[1:], 2):
         print(f"\n--- sample {i} ---\n{shown}{tokenizer.decode(row[len(known):].tolist())}")
-    n_generated = sum(len(row) for row in out.tokens) - (len(known) + len(suffix_tokens)) * num_samples
+    n_generated = sum(min(len(row) - len(known), length) for row in out.tokens)
     print(f"{n_generated} tokens in {out.seconds:.2f} s: {n_generated / out.seconds:.1f} tokens/s, "
           f"{out.forward_passes} forward passes, cache {out.cache_bytes / 2**20:.2f} MiB\n"
           f"before that: imports {imported - STARTED:.1f} s, opening the model {opened - imported:.1f} s, "

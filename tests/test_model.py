@@ -5,9 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+import ops
 from conftest import BLOCK_LENGTHS, all_models, block_models, both_times, make_batch, make_model
-from model import BlockDiffusionLM, ModelConfig, rope_table
+from model import BlockDiffusionLM, ModelConfig, rope_table, train_flops
 
 
 @pytest.mark.parametrize("name, block_len", BLOCK_LENGTHS)
@@ -169,6 +171,22 @@ def test_timesteps_have_the_precision_of_the_model():
     embedding(t)
     freq = 10_000.0 ** (-np.arange(128) / 128)
     np.testing.assert_allclose(inside[0][0, :128].numpy(), np.cos(1000 * float(t) * freq), atol=1e-12)
+
+
+@pytest.mark.parametrize("attn_every, block_len, reverse_scan", [
+    (1, 256, True), (1, 64, True), (3, 256, True), (3, 64, True), (3, 64, False)])
+def test_train_flops_are_those_that_torch_counts(attn_every, block_len, reverse_scan):
+    """With every token masked. Torch counts no attention on a CPU: its visible pairs are counted by the rule here."""
+    c = ModelConfig(vocab_size=500, seq_len=256, block_len=block_len, attn_every=attn_every, n_layer=4, n_head=4,
+                    d_model=256, chunk_len=64, reverse_scan=reverse_scan)
+    model, x0 = BlockDiffusionLM(c), torch.zeros(1, 256, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model.loss(x0, x0 == 0, torch.ones(1, 256 // block_len)).backward()
+    n_clean = 256 - block_len
+    at = torch.arange(n_clean + 256)
+    seen = ops.two_stream_rule(at[:, None], at, block_len, n_clean)
+    pairs = sum(int(seen[n_clean if i == 3 else 0:].sum()) for i in range(0, 4, attn_every))   # last layer: noisy alone
+    assert train_flops(c, 256, masked=1.0) == pytest.approx(counter.get_total_flops() + 3 * 4 * pairs * 256, rel=0.02)
 
 
 @block_models

@@ -203,7 +203,20 @@ def test_all_settings_reach_the_generation_and_watch_prints_a_line_for_each_step
     assert first.startswith("def ") and second.startswith("def ") and first[:13] != second[:13]
 
 
+def test_tokens_are_counted_without_prompt_and_suffix_also_if_a_row_ends_early(monkeypatch, capsys):
+    generate = sample.generate
+
+    def ends_early(*args):                              # the second row has its end-of-text after two new tokens
+        out = generate(*args)
+        out.tokens[1] = out.tokens[1][:len("def ") + 2]
+        return out
+    monkeypatch.setattr(sample, "generate", ends_early)
+    run(monkeypatch, prompt="def ", suffix="():", length=6, num_samples=2, stop_at_eot=True)
+    assert "\n8 tokens in " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("settings, message", [
+    (dict(device="mps"), "mps lacks the fp64"),
     (dict(length=0), "length must be at least 1, but is 0"), (dict(seed=10 ** 23), "seed must be below"),
     (dict(num_samples=0), "num_samples must be at least 1, but is 0"),
     (dict(dtype="fp16"), "dtype must be one of .*, but is 'fp16'"), (dict(engine="x"), "engine must be one of"),
