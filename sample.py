@@ -145,8 +145,8 @@ def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=No
     model, new_decoder: as `open_engine` returns them. prompts: list of 1-D int64 tensors, which may differ in length
     and be empty. sampler: Sampler with one seed for each prompt. stop_token: a row ends after its first one, without a
     suffix. prefix: a Prefix that comes before every prompt; its tokens are part of the returned rows. on_block(row,
-    tokens) is called after each block with the new tokens of a row, on_step(xt) after each denoising step, on_read(n) when n
-    more tokens of the prompts have been read. Raises ModelError for a request that `plan` refuses.
+    tokens) is called after each block with the new tokens of a row, on_step(xt) after each denoising step, on_read(n)
+    when n more tokens of the prompts have been read. Raises ModelError for a request that `plan` refuses.
     """
     c, device = model.config, model.embed.weight.device
     if prefix is not None:
