@@ -114,7 +114,7 @@ def test_attention_in_training_equals_the_masked_one(monkeypatch, flash, blocks,
 
 @pytest.mark.parametrize("last", [False, True])
 def test_gradients_of_attention_at_the_size_of_training_are_the_same_in_every_launch(last):
-    """Against FlexAttention's Triton kernels, row by row: a race would spoil a tile in a few launches of many."""
+    """Against FlexAttention's Triton kernels, in tiles of 64 tokens: a race spoils a tile in some launches."""
     device = torch.device("cuda", 0)
     if not (two_stream.has_flash() and two_stream.hopper(device)):
         pytest.skip("needs flash-attn-4 on Hopper: pip install -r requirements-gpu.txt")
@@ -127,15 +127,18 @@ def test_gradients_of_attention_at_the_size_of_training_are_the_same_in_every_la
 
     def run(flash):
         out = two_stream.two_stream_attention(clean, noisy, (*masks[:2], flash))[last:]
-        return [*out, *torch.autograd.grad(out, inputs, [o.detach() for o in out])]
-    want, worst = [x.float() for x in run(False)], torch.zeros((), device=device)
+        return [x.detach().float() for x in (*out, *torch.autograd.grad(out, inputs, [o.detach() for o in out]))]
+
+    def norm_of_tiles(x):
+        return x.unflatten(2, (-1, 64)).norm(dim=(3, 4))                                    # (b, h, s / 64)
+    want, worst = run(False), torch.zeros((), device=device)
     for i in range(200):
         for _ in range(i % 4):                                 # varies what runs just before
             junk @ junk
         for x, w in zip(run(True), want):
-            worst = torch.maximum(worst, ((x.float() - w).norm(dim=-1) / w.norm(dim=-1).mean()).max())
-    print(f"\nworst row of 200 launches: {worst.item():.1e}", end="")
-    assert worst < 0.1
+            worst = torch.maximum(worst, (norm_of_tiles(x - w) / norm_of_tiles(w)).max())
+    print(f"\nworst tile of 200 launches: {worst.item():.1e}", end="")
+    assert worst < 0.03
 
 
 @pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])
