@@ -370,8 +370,8 @@ def curves(ax, groups, looks, x_of, names):
 def picture(results, path, repetitions=()):
     """
     Validation and training loss over tokens and over GPU time, for each config file's runs without extra settings, or
-    else its best run. Then the perplexity of evaluated runs; bars are the standard error from noise. The first seed is
-    drawn thick and filled; other seeds, and the runs of `repetitions` (results of other sweeps), thin and hollow.
+    else its best run. Below, the perplexity of evaluated runs, ± its standard error. The first seed is drawn thick and
+    filled; other seeds, and the runs of `repetitions` (results of other sweeps), thin and hollow.
     """
     import matplotlib
     matplotlib.use("Agg")
@@ -386,30 +386,30 @@ def picture(results, path, repetitions=()):
         groups.setdefault(without_seed(r["name"]), []).append(r)
     main_groups = {base: groups[without_seed(r["name"])] for base, r in best_of(results).items()}
     main_groups.update((base, groups[base]) for base in kinds if base in groups)
-    axes = [(lambda r, step: step * r["tokens"] / r["steps"] / 1e6, "million tokens")]
+    axes = {"million tokens": lambda r, step: step * r["tokens"] / r["steps"] / 1e6}
     if all(r.get("tok_per_s") for r in every):
-        axes.append((lambda r, step: step * r["tokens"] / r["steps"] / r["tok_per_s"] / 60, "GPU minutes"))
+        axes["GPU minutes"] = lambda r, step: step * r["tokens"] / r["steps"] / r["tok_per_s"] / 60
     evaluated = {name: runs for name, runs in groups.items() if any(r.get("eval") for r in runs)}
-    fig, ((*lefts, last),) = plt.subplots(1, len(axes) + 1, squeeze=False, figsize=(5 * len(axes) + 6, 4.6),
-                                          layout="constrained")
-    for ax, (x_of, label) in zip(lefts, axes):
-        curves(ax, main_groups.values(), looks, x_of, names=ax is lefts[0])
-        ax.set(xlabel=label, ylabel="NELBO, nats per token", title="validation (solid), training (dotted)")
-    for i, runs in enumerate(reversed(evaluated.values())):
-        for j, r in enumerate(r for r in runs if r.get("eval")):
-            ppl, noise = r["eval"]["ppl"], r["eval"]["nelbo_se_noise"]
-            last.errorbar(ppl, i, xerr=ppl * noise if noise else None, fmt="o", color=looks[r["base"]][1], ms=5,
-                          capsize=3, mfc="none" if j else None)
-    last.set_yticks(range(len(evaluated)), [*reversed(evaluated)], fontsize=8)
-    last.set_xscale("log")
-    last.xaxis.set_minor_locator(LogLocator(subs=(2, 3, 5, 7)))
-    for axis in (last.xaxis.set_major_formatter, last.xaxis.set_minor_formatter):
-        axis("{x:.0f}")
-    last.tick_params(axis="x", which="both", labelsize=8)
-    last.set(xlabel="validation perplexity; hollow: other seeds")
-    last.grid(axis="x", which="both", color="0.9")
-    last.set_visible(bool(evaluated))
-    for ax in (*lefts, last):
+    heights = [4.4, 0.8 + 0.25 * len(evaluated)] if evaluated else [4.4]                   # inches
+    fig = plt.figure(figsize=(5.5 * len(axes), sum(heights)), layout="constrained")
+    top, *rest = fig.subfigures(len(heights), height_ratios=heights, squeeze=False).flat
+    top.suptitle("validation (solid), training (dotted); thick: first seed", fontsize=10)
+    for i, (ax, (label, x_of)) in enumerate(zip(top.subplots(1, len(axes), squeeze=False).flat, axes.items())):
+        curves(ax, main_groups.values(), looks, x_of, names=i == 0)
+        ax.set(xlabel=label, ylabel="NELBO, nats per token")
+        ax.spines[["top", "right"]].set_visible(False)
+    if evaluated:
+        ax = rest[0].subplots()
+        for i, runs in enumerate(reversed(evaluated.values())):
+            for j, r in enumerate(r for r in runs if r.get("eval")):
+                ax.errorbar(r["eval"]["ppl"], i, xerr=r["eval"]["ppl_se"], fmt="o", color=looks[r["base"]][1], ms=5,
+                            capsize=3, mfc="none" if j else None)
+        ax.set_yticks(range(len(evaluated)), [*reversed(evaluated)])
+        ax.set(xscale="log", xlabel="validation perplexity ± standard error; filled: first seed")
+        ax.xaxis.set_minor_locator(LogLocator(subs=(2, 3, 5, 7)))
+        for axis in (ax.xaxis.set_major_formatter, ax.xaxis.set_minor_formatter):
+            axis("{x:.0f}")
+        ax.grid(axis="x", which="both", color="0.9")
         ax.spines[["top", "right"]].set_visible(False)
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     fig.savefig(path, dpi=130)
