@@ -153,12 +153,14 @@ def picture(record, path):
         label, colour = MODELS.get(max((k for k in MODELS if name.startswith(k)), key=len, default=""), (name, f"C{i}"))
         ax.errorbar([row["tok_per_s"] for row in mine], [row["bpb"] for row in mine],
                     yerr=[row["bpb_se"] for row in mine], fmt="o", ms=4, capsize=2, color=colour, label=label)
-        names = {}                                      # points that coincide share a label; models alternate sides
+        names = {}                                      # points that coincide share a label: above, then below
         for row in mine:
             names.setdefault((round(math.log10(row["tok_per_s"]), 1), round(row["bpb"], 2)), []).append(row)
         for same in names.values():
-            ax.annotate(", ".join(row["decoder"] for row in same), (same[0]["tok_per_s"], same[0]["bpb"]),
-                        (5, -10 if i % 2 else 5), textcoords="offset points", fontsize=7, color=colour)
+            end = same[0]["bpb"] + (1 - i % 2 * 2) * same[0]["bpb_se"]                    # of the error bar
+            ax.annotate(", ".join(row["decoder"] for row in same), (same[0]["tok_per_s"], end),
+                        (0, -3 if i % 2 else 3), textcoords="offset points", fontsize=7, color=colour, ha="center",
+                        va="top" if i % 2 else "bottom")
     ax.axhline(real["bpb"], color="0.5", ls="--", lw=1)
     ax.annotate("real text", (0.01, real["bpb"]), (0, 3), xycoords=("axes fraction", "data"),
                 textcoords="offset points", color="0.4", fontsize=8)
