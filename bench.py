@@ -227,15 +227,15 @@ def bench_sample(parallel):
     return run_all(parallel, names, make_rows, format_sample, len(lengths or paper.LADDER))
 
 
-def open_decoder(model, new_decoder, cache, l):
-    """A decoder for blocks of l tokens, and fields for its row: the engine, and the seconds to compile and capture."""
+def start_engine(model, new_engine, cache, l):
+    """An engine for blocks of l tokens, and fields for its row: the engine, and the seconds to compile and capture."""
     dev, started = cache.lengths.device, time.perf_counter()
     sampler = Sampler(list(range(len(cache.lengths))), tokens_per_step=tokens_per_step, mask_id=model.config.mask_id)
-    decoder = new_decoder(model, cache, sampler, l)
-    return decoder, dict(engine=decoder.engine, capture_s=now(dev) - started)
+    engine = new_engine(model, cache, sampler, l)
+    return engine, dict(engine=engine.name, capture_s=now(dev) - started)
 
 
-def block_rows(model, new_decoder, b, ladder):
+def block_rows(model, new_engine, b, ladder):
     """
     Yields a row for each length of a block model with batch b. All share one cache, as large as the longest needs.
 
@@ -246,7 +246,7 @@ def block_rows(model, new_decoder, b, ladder):
     l, dev = model.config.block_len, model.embed.weight.device
     capacity = (-(-max(ladder) // l) - 1) * l           # the last block is never committed
     cache = model.new_cache(b, max(capacity, l), l)
-    decoder, about = open_decoder(model, new_decoder, cache, l)
+    engine, about = start_engine(model, new_engine, cache, l)
     fill(cache, model)
     mask_id, found = model.config.mask_id, []
     masks, x0 = torch.full((b, l), mask_id, device=dev), torch.randint(0, mask_id, (b, l), device=dev)
@@ -256,8 +256,8 @@ def block_rows(model, new_decoder, b, ladder):
         def block():
             cache.lengths.fill_(max(prefix - l, 0))     # the commit makes it `prefix`
             if prefix:                                  # the first block of a generation has nothing to commit
-                decoder.commit(x0)
-            decoder.decode(masks, [l])
+                engine.commit(x0)
+            engine.decode(masks, [l])
         found.append(measure(block, dev, in_a_row=4))   # a generation does not synchronise between its blocks either
     seconds, spread, first = zip(*found)
     about["capture_s"] += max(0, sum(first) - sum(seconds))         # without graphs, the first calls compile
@@ -267,20 +267,20 @@ def block_rows(model, new_decoder, b, ladder):
                    how="integrated", spread=max(spread), cache_bytes=cache.nbytes,
                    prefixes=prefixes, block_ms=[1000 * s for s in seconds], **about)
         if length in whole:
-            whole_s = statistics.median(generation_s(decoder, cache, masks, -(-length // l))
+            whole_s = statistics.median(generation_s(engine, cache, masks, -(-length // l))
                                         for _ in range(min(8, max(1, 8192 // length))))
             row.update(integrated=row["tok_per_s"], how="whole", tok_per_s=b * length / whole_s)
         yield row
 
 
-def generation_s(decoder, cache, masks, n_blocks):
+def generation_s(engine, cache, masks, n_blocks):
     """Seconds to generate n_blocks blocks from an empty cache."""
     cache.clear()
     started = now(masks.device)
     for i in range(n_blocks):
         if i:
-            decoder.commit(x0)
-        x0 = decoder.decode(masks, [masks.size(1)])
+            engine.commit(x0)
+        x0 = engine.decode(masks, [masks.size(1)])
     return now(masks.device) - started
 
 
@@ -296,21 +296,21 @@ def fill(cache, model):
                 part[:, :, i:i + n] = part[:, :, :min(n, cache.max_len - i)]
 
 
-def full_sequence_rows(model, new_decoder, b, ladder):
+def full_sequence_rows(model, new_engine, b, ladder):
     """Yields a row for each length L of a full-sequence model with batch b. All L / p steps run over the same window of
     L tokens and do the same work, so one step is measured."""
     for length in ladder:
         row = dict(length=length, how="step x L / p")
         release()                                       # the last window's memory
         with recording_errors(row):
-            decoder, about = open_decoder(model, new_decoder, model.new_cache(b, 0, length), length)
+            engine, about = start_engine(model, new_engine, model.new_cache(b, 0, length), length)
             def step():
-                decoder.block.rewind()
-                decoder.step()
+                engine.block.rewind()
+                engine.step()
             median, row["spread"], first = measure(step, model.embed.weight.device)
             about["capture_s"] += max(0, first - median)
-            row.update(about, tok_per_s=b * decoder.block.tokens_per_step / median)
-        decoder = None                                  # frees its memory before the next
+            row.update(about, tok_per_s=b * engine.block.tokens_per_step / median)
+        engine = None                                  # frees its memory before the next
         yield row
 
 

@@ -1,5 +1,5 @@
 """
-Which masked tokens a denoising step reveals. The plain engine in sample.py and the fast one in fast/decoder.py share
+Which masked tokens a denoising step reveals. The plain engine in sample.py and the fast one in fast/engine.py share
 these rules. A step draws a token for masked positions and writes some of the drawn tokens into the block:
 
   random         at the next p positions of a random permutation; p = 1 is exact ancestral sampling if the model takes

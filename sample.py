@@ -65,9 +65,9 @@ ENGINES = ("auto", "simple", "fused", "graphs")
 # ---------------------------------------------------------------------------------------------
 # The engine
 
-class Decoder:
-    """The plain engine. Each forward pass is one call of the model. fast.decoder.FastDecoder can take its place."""
-    engine = "simple"
+class SimpleEngine:
+    """The plain engine. Each forward pass is one call of the model. fast.engine.FastEngine can take its place."""
+    name = "simple"
 
     def __init__(self, model, cache, sampler, block_len):
         self.model, self.cache, self.passes = model, cache, 0
@@ -104,9 +104,9 @@ class Decoder:
 
 def open_engine(wanted, model, dtype=torch.float32):
     """
-    Prepares a model for generation. Returns the model and a function new_decoder(model, cache, sampler, block_len).
+    Prepares a model for generation. Returns the model and a function new_engine(model, cache, sampler, block_len).
 
-      simple   `Decoder` above, plain PyTorch. Casts the weights of `model` in place; the other engines copy them.
+      simple   `SimpleEngine` above, plain PyTorch. Casts the weights of `model` in place; the other engines copy them.
       fused    fast/, with prepared weights
       graphs   the same, each step a CUDA graph
       auto     graphs if select_kernels selected the kernels of fast/, else simple
@@ -116,14 +116,14 @@ def open_engine(wanted, model, dtype=torch.float32):
     check(dict(engine=wanted), choices=dict(engine=ENGINES))
     on_gpu = model.embed.weight.is_cuda
     if wanted == "simple" or (wanted == "auto" and not (on_gpu and "cached_attention" in ops.FAST)):
-        return cast_for_inference(model, dtype), Decoder
+        return cast_for_inference(model, dtype), SimpleEngine
     if wanted == "graphs" and not on_gpu:
         raise ConfigError("engine=graphs records CUDA graphs, but the model is on the CPU; use --engine=auto")
     if not has_fast():
         raise ConfigError(f"engine={wanted} needs the folder fast/, which is not here; use --engine=simple")
-    from fast.decoder import new_decoder
+    from fast.engine import new_engine
     from fast.inference import inference_model
-    return inference_model(model, dtype), functools.partial(new_decoder, wanted)
+    return inference_model(model, dtype), functools.partial(new_engine, wanted)
 
 
 @dataclasses.dataclass
@@ -137,12 +137,12 @@ class Generation:
 
 
 @torch.no_grad()
-def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=None, on_block=None, on_step=None,
+def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_token=None, on_block=None, on_step=None,
              prefix=None, on_read=None, suffix=()):
     """
     Continues every prompt by `length` tokens. With a suffix, these tokens fill the gap between prompt and suffix.
 
-    model, new_decoder: as `open_engine` returns them. prompts: list of 1-D int64 tensors, which may differ in length
+    model, new_engine: as `open_engine` returns them. prompts: list of 1-D int64 tensors, which may differ in length
     and be empty. sampler: Sampler with one seed for each prompt. stop_token: a row ends after its first one, without a
     suffix. prefix: a Prefix that comes before every prompt; its tokens are part of the returned rows. on_block(row,
     tokens) is called after each block with the new tokens of a row, on_step(xt) after each denoising step, on_read(n)
@@ -159,7 +159,7 @@ def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=No
     # A block is committed so that the blocks after it can see it. No block comes after the last one, so it is never
     # committed, and the cache needs no room for it.
     cache = model.new_cache(len(prompts), max(starts) + (n_blocks - 1) * l, l)
-    block_decoder = new_decoder(model, cache, sampler, l)
+    block_engine = new_engine(model, cache, sampler, l)
     read_prompts(model, cache, prompts, starts, prefix, on_read)
 
     # The cache holds whole blocks only. What the prompt has after its last whole block is the known part of the first
@@ -179,8 +179,8 @@ def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=No
     # at different tokens; their blocks are unmasked side by side.
     for k in range(n_blocks):
         if k:
-            block_decoder.commit(x0)
-        x0 = block_decoder.decode(active, n_masked, on_step)                   # (b, l), no mask left
+            block_engine.commit(x0)
+        x0 = block_engine.decode(active, n_masked, on_step)                   # (b, l), no mask left
         finished = x0.cpu()                             # the one wait for the device in a block
         for i, row in enumerate(rows):
             # The first block begins with the end of the prompt: only tokens from `n_old` on are new. A row that has
@@ -199,7 +199,7 @@ def generate(model, prompts, length, sampler, new_decoder=Decoder, stop_token=No
         active.fill_(c.mask_id)
         n_masked = [l] * len(rows)
     rows = [row[:total] for row, total in zip(rows, totals)]
-    return Generation(rows, block_decoder.passes, started - called, now(device) - started, cache.nbytes)
+    return Generation(rows, block_engine.passes, started - called, now(device) - started, cache.nbytes)
 
 
 @torch.no_grad()
@@ -449,7 +449,7 @@ def main():
                       mask_id=c.mask_id)
     if save_cache:
         need_cache(c)
-    model, new_decoder = open_engine(engine, model, weight_dtype)
+    model, new_engine = open_engine(engine, model, weight_dtype)
     pace = f"threshold {threshold}" if decoder == "threshold" else f"{sampler.tokens_per_step} tokens a step"
     print(f"{n_params:,} parameters on {dev}, {kernels_line}, decoder {decoder}, {pace}, seed {seed}", file=sys.stderr)
 
@@ -464,7 +464,7 @@ def main():
             save_prefix(save_cache, prefix, model_fingerprint)
         # A full-sequence model has one long block, so its progress is shown after steps.
         on_step = printer.step if watch or (printer.live and c.full_sequence) else None
-        out = generate(model, [tokens] * num_samples, length, sampler, new_decoder,
+        out = generate(model, [tokens] * num_samples, length, sampler, new_engine,
                        tokenizer.eot_token if stop_at_eot else None, printer.block, on_step, prefix, printer.read,
                        suffix_tokens)
     except KeyboardInterrupt:

@@ -3,7 +3,7 @@ Everything that exists only for speed. The repository works without this folder,
 
   select             on a GPU, puts faster functions of the same signatures into ops.FAST
   inference.py       prepares a model's weights for generation
-  decoder.py         denoising steps, recorded as CUDA graphs on a GPU
+  engine.py          denoising steps, recorded as CUDA graphs on a GPU
   plain.py           plain twins of the operations that only inference.py uses
   the other files    Triton kernels by subject, tested against their plain twins; mamba_ssm.py is another backend
 

@@ -97,8 +97,8 @@ def prompts_of(*lengths, seed=2):
 
 def generate_by(engine, model, *request, **rest):
     """sample.generate by an engine, in the dtype of the model's weights."""
-    model, new_decoder = open_engine(engine, model, model.embed.weight.dtype)
-    return generate(model, *request, new_decoder=new_decoder, **rest)
+    model, new_engine = open_engine(engine, model, model.embed.weight.dtype)
+    return generate(model, *request, new_engine=new_engine, **rest)
 
 
 @pytest.fixture(autouse=True)

@@ -77,7 +77,7 @@ class NanoBDLM(LM):
 
     def generate_until(self, requests):
         """The text that continues each context, up to the first of its `until` strings."""
-        made, (model, new_decoder), config = [], self.engine, self.model.config
+        made, (model, new_engine), config = [], self.engine, self.model.config
         for i, request in enumerate(tqdm(requests, "generation", disable=None)):
             context, how = request.args
             length = how.get("max_gen_toks", 256)
@@ -87,7 +87,7 @@ class NanoBDLM(LM):
             sampler = Sampler(noise_seeds(seed, [i]), tokens_per_step=tokens_per_step or max(block // 16, 1),
                               temperature=how.get("temperature", 1.0) if how.get("do_sample") else 0.0,
                               mask_id=config.mask_id)
-            done = sample.generate(model, [torch.tensor(prompt)], length, sampler, new_decoder,
+            done = sample.generate(model, [torch.tensor(prompt)], length, sampler, new_engine,
                                    stop_token=self.text.eot_token)
             text = self.text.decode(done.tokens[0][len(prompt):].tolist())
             until = how.get("until") or []              # lm_eval allows a text, a list or None

@@ -43,20 +43,20 @@ def kind_of(name):
 def denoising_step(config, dev):
     model = BlockDiffusionLM(config).to(dev)
     torch.nn.init.normal_(model.head.weight, std=0.02)
-    model, new_decoder = open_engine("auto", model, pick_dtype("auto", dev))
+    model, new_engine = open_engine("auto", model, pick_dtype("auto", dev))
     l = config.block_len
     cache = model.new_cache(batch, 8 * l, l)
-    decoder = new_decoder(model, cache, Sampler(list(range(batch)), mask_id=config.mask_id), l)
+    engine = new_engine(model, cache, Sampler(list(range(batch)), mask_id=config.mask_id), l)
     masks = torch.full((batch, l), config.mask_id, device=dev)
 
     def step():
-        decoder.block.rewind()
-        decoder.step()
+        engine.block.rewind()
+        engine.step()
 
     def block():
         cache.lengths.zero_()
-        decoder.commit(masks)
-        decoder.decode(masks, [l])
+        engine.commit(masks)
+        engine.decode(masks, [l])
     return block if whole_block else step
 
 

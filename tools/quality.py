@@ -87,14 +87,14 @@ def continued(engine, decoder, windows):
     """Continues all prompts with one decoder. Returns texts (n, length), tokens/s of a whole batch, and forward passes
     per block. The engines on a GPU commit a block in the same pass as the next step; the simple one in a pass of its
     own."""
-    model, new_decoder = engine
+    model, new_engine = engine
     texts, seconds, passes = [], 0.0, []
     for rows in evaluation.batches(range(len(windows)), batch_size):
         starts = list(windows[list(rows), :prompt_len])
         # The first batch runs twice: the first run compiles and records graphs, and only the second one is timed.
         for _ in range(1 if texts else 2):
             sampler = make_sampler(decoder, rows, model.config.mask_id)
-            done = sample.generate(model, starts, length, sampler, new_decoder)
+            done = sample.generate(model, starts, length, sampler, new_engine)
         texts.append(torch.stack(done.tokens)[:, prompt_len:].cpu())
         seconds += done.seconds
         l = model.config.block_len

@@ -54,9 +54,9 @@ def record():
     count = length or 2 * l - len(ids) % l              # at least one whole block
     sampler = Sampler([seed], decoder, tokens_per_step or max(l // 16, 1), threshold, temperature,
                       mask_id=config.mask_id)
-    model, new_decoder = sample.open_engine("auto", model, pick_dtype(dtype, dev))
+    model, new_engine = sample.open_engine("auto", model, pick_dtype(dtype, dev))
     masks = []                                          # after every step: which positions of the block are masked
-    done = sample.generate(model, [torch.tensor(ids)], count, sampler, new_decoder,
+    done = sample.generate(model, [torch.tensor(ids)], count, sampler, new_engine,
                            on_step=lambda xt: masks.append((xt[0] == config.mask_id).cpu()))
     steps, start, before = {}, 0 if config.full_sequence else len(ids) // l * l, None
     for step, masked in enumerate(masks):

@@ -15,7 +15,7 @@ need_fast()
 
 import ops  # noqa: E402
 from configurator import ConfigError  # noqa: E402
-from fast import decoder, inference, plain  # noqa: E402
+from fast import engine as fast_engine, inference, plain  # noqa: E402
 from fast.inference import inference_model  # noqa: E402
 from model import ModelError  # noqa: E402
 from sample import generate, generate_naive, open_engine  # noqa: E402
@@ -47,18 +47,18 @@ def test_without_cuda_graphs_the_same_steps_run_and_the_reason_is_printed_once(m
 
     def run(engine):
         return generate(prepared, prompts_of(3, 12), 16, make_sampler(model, 2),
-                        new_decoder=functools.partial(decoder.new_decoder, engine)).tokens
+                        new_engine=functools.partial(fast_engine.new_engine, engine)).tokens
     want = generate_by("simple", model, prompts_of(3, 12), 16, make_sampler(model, 2)).tokens
     advice = re.escape("they need the Triton kernels (--kernels=auto, pip install triton)")
     with pytest.raises(ConfigError, match=advice):
         run("graphs")
 
-    def broken(decoder):
-        decoder.cache.lengths += 8
+    def broken(engine):
+        engine.cache.lengths += 8
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
-    monkeypatch.setattr(decoder.FastDecoder, "capture", broken)
+    monkeypatch.setattr(fast_engine.FastEngine, "capture", broken)
     monkeypatch.setitem(ops.FAST, "cached_attention", ops.cached_attention.plain)
-    decoder.say_once.cache_clear()
+    fast_engine.say_once.cache_clear()
     for _ in range(2):
         assert all(torch.equal(a, b) for a, b in zip(run("auto"), want))
     reason = "no CUDA graphs: one could not be recorded: operation not permitted"
@@ -83,7 +83,7 @@ def test_a_finished_block_is_in_the_cache_when_it_is_flushed():
     want = model.new_cache(2, 24)
     model.prefill(torch.cat(list(blocks), 1), want)
     prepared = inference_model(model, torch.float32)
-    fast = decoder.new_decoder("fused", prepared, prepared.new_cache(2, 24), make_sampler(model, 2), 8)
+    fast = fast_engine.new_engine("fused", prepared, prepared.new_cache(2, 24), make_sampler(model, 2), 8)
     for i, x0 in enumerate(blocks):                     # the second and third are committed without a step between
         fast.commit(x0)
         assert fast.begin.tolist() == [8 * i + 8] * 2 and fast.cache.lengths.tolist() == [8 * i] * 2

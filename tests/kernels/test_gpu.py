@@ -17,11 +17,11 @@ import ops  # noqa: E402
 from checkpoint import fingerprint, load_prefix, read_prefix, save_prefix  # noqa: E402
 from configurator import ConfigError  # noqa: E402
 from decoders import DECODERS, Sampler  # noqa: E402
-from fast.decoder import say_once  # noqa: E402
+from fast.engine import say_once  # noqa: E402
 from fast.inference import inference_model  # noqa: E402
 from model import BlockDiffusionLM, ModelConfig, cast_for_inference  # noqa: E402
 from parallel import ShardedAdamW, compile_layers, select_kernels  # noqa: E402
-from sample import Decoder, generate, generate_naive, open_engine  # noqa: E402
+from sample import SimpleEngine, generate, generate_naive, open_engine  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -197,11 +197,11 @@ def test_twenty_training_steps_give_the_losses_of_the_plain_path_on_the_cpu(name
 def continue_prompts(model, lengths, engine, length=150, decoder="random", prefix=None, **rest):
     """Generation with block length 64 and draws that depend on the row alone. engine: a name, or what open_engine
     returned."""
-    model, new_decoder = open_engine(engine, model) if isinstance(engine, str) else engine
+    model, new_engine = open_engine(engine, model) if isinstance(engine, str) else engine
     sampler = Sampler(list(range(len(lengths))), decoder, tokens_per_step=12, threshold=0.0015, mask_id=999)
     text = torch.randint(0, 999, (512,), generator=torch.Generator().manual_seed(3))
     prompts = [text[i:i + n] for i, n in enumerate(lengths)]
-    return generate(model, prompts, length, sampler, new_decoder, prefix=prefix, **rest)
+    return generate(model, prompts, length, sampler, new_engine, prefix=prefix, **rest)
 
 
 @pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])
@@ -235,10 +235,10 @@ def test_the_host_never_waits_inside_a_block(decoder):
     model, masks = gpu_model("mamba_h", block_len=64).cuda(), torch.full((2, 64), 999, device="cuda")
 
     def two_blocks(engine, mode):
-        prepared, new_decoder = open_engine(engine, model)
+        prepared, new_engine = open_engine(engine, model)
         sampler = Sampler([0, 1], decoder, 12, threshold=0.0015, mask_id=999)
-        blocks = new_decoder(prepared, prepared.new_cache(2, 64), sampler, 64)
-        assert blocks.engine == engine
+        blocks = new_engine(prepared, prepared.new_cache(2, 64), sampler, 64)
+        assert blocks.name == engine
         torch.cuda.set_sync_debug_mode(mode)
         try:
             blocks.commit(blocks.decode(masks, [64, 64]))
@@ -267,15 +267,15 @@ def test_prepared_weights_in_graphs_give_the_tokens_of_the_model_without_a_cache
     sampler = Sampler([0, 1], decoder, 12, mask_id=999)
     want = generate_naive(model, prompts, 130, sampler)
     select_kernels("auto", "cuda")
-    prepared, new_decoder = open_engine("graphs", model)
-    out = generate(prepared, list(prompts), 130, sampler, new_decoder)
+    prepared, new_engine = open_engine("graphs", model)
+    out = generate(prepared, list(prompts), 130, sampler, new_engine)
     assert torch.equal(torch.stack(out.tokens), want.cpu())
 
 
 def test_without_the_kernels_the_simple_engine_runs_and_graphs_say_what_they_need():
     model = gpu_model("mamba_h", block_len=64).cuda()
     select_kernels("torch", "cuda")
-    assert open_engine("auto", model)[1] is Decoder
+    assert open_engine("auto", model)[1] is SimpleEngine
     with pytest.raises(ConfigError, match="no CUDA graphs: they need the Triton kernels"):
         continue_prompts(model, (5, 70), "graphs")
 

@@ -423,8 +423,8 @@ def test_generation_by_all_kernels_gives_the_tokens_of_the_plain_model(monkeypat
 
     def tokens(engine):
         sampler = decoders.Sampler([0, 1], tokens_per_step=8, mask_id=49)
-        opened, new_decoder = open_engine(engine, model)
-        return generate(opened, [torch.arange(20), torch.arange(7)], 16, sampler, new_decoder=new_decoder).tokens
+        opened, new_engine = open_engine(engine, model)
+        return generate(opened, [torch.arange(20), torch.arange(7)], 16, sampler, new_engine=new_engine).tokens
     want = tokens("simple")
     monkeypatch.setattr(inference, "CUT_ON", (torch.device(DEVICE).type,))
     monkeypatch.setattr(ops, "FAST", {})

@@ -20,7 +20,7 @@ from decoders import Sampler  # noqa: E402
 from fast import mamba_ssm  # noqa: E402
 from model import BlockDiffusionLM, ModelConfig  # noqa: E402
 from parallel import ShardedAdamW, select_kernels  # noqa: E402
-from sample import Decoder, generate, open_engine  # noqa: E402
+from sample import SimpleEngine, generate, open_engine  # noqa: E402
 
 with_package = pytest.mark.skipif(not torch.cuda.is_available() or importlib.util.find_spec("mamba_ssm") is None,
                                   reason="needs a CUDA GPU and mamba-ssm")
@@ -134,8 +134,8 @@ def test_a_whole_generation_equals_the_plain_one(exact):
     prompts = [torch.arange(300), torch.arange(7)]
     for kernels in ("mamba_ssm", "torch"):
         line = select_kernels(kernels, "cuda")
-        opened, new_decoder = open_engine("auto", model)
-        assert new_decoder is Decoder and ("mamba-ssm" in line) == (kernels == "mamba_ssm")
+        opened, new_engine = open_engine("auto", model)
+        assert new_engine is SimpleEngine and ("mamba-ssm" in line) == (kernels == "mamba_ssm")
         sampler = Sampler([0, 1], tokens_per_step=8, mask_id=999)
-        found.append(generate(opened, prompts, 400, sampler, new_decoder).tokens)
+        found.append(generate(opened, prompts, 400, sampler, new_engine).tokens)
     assert all(torch.equal(a, b) for a, b in zip(*found))

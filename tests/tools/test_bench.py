@@ -86,13 +86,13 @@ def test_a_configuration_that_does_not_fit_says_so_and_the_run_goes_on(capsys, m
     config = config_from_file("laptop")
     config.block_len = config.seq_len                   # full-sequence: each length stands alone
     monkeypatch.setattr(bench, "config_from_file", lambda name: config)
-    open_decoder = bench.open_decoder
+    start_engine = bench.start_engine
 
-    def fails(model, new_decoder, cache, l):
+    def fails(model, new_engine, cache, l):
         if l == 64:
             raise torch.OutOfMemoryError("no room")
-        return open_decoder(model, new_decoder, cache, l)
-    monkeypatch.setattr(bench, "open_decoder", fails)
+        return start_engine(model, new_engine, cache, l)
+    monkeypatch.setattr(bench, "start_engine", fails)
     bench.main(["sample", "--lengths=[64,128]", *QUICK])
     rows = last_line(capsys)["rows"]
     assert "memory" in rows[0]["error"] and rows[0]["length"] == 64 and rows[1]["tok_per_s"] > 0

@@ -1,8 +1,8 @@
 """
 The fast engines: denoising steps with prepared weights (inference.py), recorded as CUDA graphs on a GPU.
 
-`FastDecoder` has the methods of sample.Decoder and draws the same tokens. A step reads the prefix length on the device,
-so the host replays the same graph for every block.
+`FastEngine` has the methods of sample.SimpleEngine and uses the same random numbers. A step reads the prefix length on
+the device, so the host replays the same graph for every block.
 
     python -m pytest tests/test_sample.py -k fused              on a CPU, without graphs
     python -m pytest tests/kernels/test_gpu.py -k graphs        on a GPU
@@ -18,7 +18,7 @@ from decoders import ActiveBlock
 from model import take
 
 
-class FastDecoder:
+class FastEngine:
     """
     Unmasks one block after another. `commit` only stores the finished block; the first step of the next block commits
     it in the same forward pass. Until then cache.lengths is one block behind: `begin` counts the stored block, and
@@ -36,7 +36,7 @@ class FastDecoder:
             self.capture()
 
     @property
-    def engine(self):
+    def name(self):
         return "graphs" if self.graphs else "fused"
 
     @property
@@ -45,7 +45,7 @@ class FastDecoder:
         return self.cache.lengths + self.block_len if self.pending else self.cache.lengths
 
     def decode(self, xt, n_masked, on_step=None):
-        """As sample.Decoder.decode."""
+        """As sample.SimpleEngine.decode."""
         self.block.start(xt, self.begin)
         for _ in self.block.steps(n_masked):
             self.step()
@@ -115,23 +115,23 @@ class FastDecoder:
         self.cache.clear()
 
 
-def new_decoder(wanted, model, cache, sampler, block_len):
+def new_engine(wanted, model, cache, sampler, block_len):
     """
-    Builds the FastDecoder of an engine. "graphs": CUDA graphs, or a ConfigError if they cannot be recorded. "auto":
+    Builds the FastEngine of an engine. "graphs": CUDA graphs, or a ConfigError if they cannot be recorded. "auto":
     CUDA graphs; if they cannot be recorded, prints the reason once and runs without them. "fused": no CUDA graphs.
     """
     if wanted == "graphs" and cache.max_len and "cached_attention" not in ops.FAST:
         raise ConfigError("no CUDA graphs: they need the Triton kernels (--kernels=auto, pip install triton)")
     if wanted != "fused":
         try:
-            return FastDecoder(model, cache, sampler, block_len, graphs=True)
+            return FastEngine(model, cache, sampler, block_len, graphs=True)
         except RuntimeError as error:
             why = f"no CUDA graphs: one could not be recorded: {str(error).splitlines()[0]}"
             if wanted == "graphs":
                 raise ConfigError(why) from None
             say_once(why)
             cache.clear()
-    return FastDecoder(model, cache, sampler, block_len, graphs=False)
+    return FastEngine(model, cache, sampler, block_len, graphs=False)
 
 
 @functools.lru_cache(maxsize=None)
