@@ -25,7 +25,7 @@ from data import noise_generators
 from decoders import Sampler
 from files import check_file, write_file
 from model import BlockDiffusionLM, config_from_file, train_flops
-from parallel import (Parallel, ShardedAdamW, ampere, compile_layers, described, hardware, matmul_ceiling,
+from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, described, hardware, matmul_ceiling,
                       pick_dtype, select_kernels)
 from sample import now, open_engine
 from tools.compare_ops import COMPARISONS
@@ -71,7 +71,7 @@ def measured_ceilings(dev):
         return work / measure(f, dev, in_a_row=10)[0]
     on_gpu, a = dev.type == "cuda", torch.randn(512, 512, device=dev)
     source, target = torch.zeros(2, 2 ** (28 if on_gpu else 22), device=dev)
-    flops = matmul_ceiling(dev) if ampere(dev) else rate(2 * 512 ** 3, lambda: a @ a)
+    flops = matmul_ceiling(dev) if ampere_or_later(dev) else rate(2 * 512 ** 3, lambda: a @ a)
     bandwidth = rate(2 * source.nbytes, lambda: target.copy_(source))
     return dict(matmul_tflops=flops / 1e12, copy_tb_s=bandwidth / 1e12)
 
@@ -157,13 +157,13 @@ def training_step(config, batch, dev, rank=0, world=1):
     `batch` synthetic sequences on each of `world` devices."""
     model = BlockDiffusionLM(config).to(dev)
     optimizer = ShardedAdamW(model, 1e-3, (0.9, 0.95), 0.1, rank, world)
-    if compile and ampere(dev):
+    if compile and ampere_or_later(dev):
         compile_layers(model)
     x0 = torch.randint(0, config.mask_id, (batch, config.seq_len), device=dev)
     generators = noise_generators(rank, range(batch))
     def step():
         optimizer.zero_grad()
-        with torch.autocast(dev.type, torch.bfloat16, enabled=ampere(dev)):
+        with torch.autocast(dev.type, torch.bfloat16, enabled=ampere_or_later(dev)):
             loss = model(x0, generators) / world
         loss.backward()
         optimizer.clip_and_step(1e-4)

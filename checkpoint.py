@@ -251,7 +251,8 @@ def read_export(path):
 def export(checkpoint, to, dtype="float32"):
     """
     Writes the weights of a checkpoint as model.safetensors, with config.json and a model card, into the folder `to`.
-    Every script accepts this folder as --checkpoint. Raises UserError, also if the folder has such files already.
+    eval.py and sample.py accept this folder as --checkpoint, train.py as --init_from. Raises UserError, also if the
+    folder has such files already.
 
         python checkpoint.py export out/ --to=folder
         python checkpoint.py export out/ckpt.pt --to=folder --dtype=bfloat16

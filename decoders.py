@@ -2,8 +2,8 @@
 Which masked tokens a denoising step reveals. The plain engine in sample.py and the fast one in fast/engine.py share
 these rules. A step draws a token for masked positions and writes some of the drawn tokens into the block:
 
-  random         at the next p positions of a random permutation; p = 1 is exact ancestral sampling if the model takes
-                 no t
+  random         at the next p positions of a random permutation. p = 1 is exact ancestral sampling if the model takes
+                 no t: then only what is revealed matters, and every order of unmasking is equally probable.
   confidence     at the p positions whose drawn tokens are most probable
   threshold      at every position whose drawn token is at least `threshold` probable, and at the most probable one
   first_hitting  random with p = 1, and t follows the exact distribution of unmasking times
@@ -37,8 +37,8 @@ def check_decoder(settings):
 class Sampler:
     """
     How tokens are drawn, and which ones a step reveals. `seeds` has one int64 for each row of the batch. All draws of a
-    row are functions of its seed, so a row with the same seed and prompt gets the same tokens in any batch and any
-    call.
+    row are functions of its seed: a row with the same seed and prompt has the same random numbers in any batch and any
+    call, and the same tokens unless rounding of the logits changes a draw.
     """
     seeds: list
     decoder: str = "random"
@@ -98,7 +98,7 @@ class ActiveBlock:
 
     Every draw is a function of (seed, position, step, begin) and nothing else. A generator would have a state, and
     then a row's tokens would depend on the rows beside it and on the order in which an engine draws. Without a state,
-    all engines draw the same tokens, and tests compare them token for token.
+    all engines use the same random numbers, and tests compare their tokens.
 
     Tensors keep their shapes and are written in place, and no method but `steps` waits for the device: so an engine
     can record one step as a CUDA graph and replay it.
@@ -170,10 +170,9 @@ class ActiveBlock:
             # so the first of them at the largest of m such times. That is distributed as t u^(1/m), with u uniform.
             u = ops.uniform(1, TIME_STREAM, *self.key)[:, 0]                   # (b,)
             self.t *= u ** (1 / is_masked.sum(1).clamp(min=1))
-        else:
-            # In training a token is masked with probability t, so the masked fraction is an estimate of t.
-            self.t.copy_(is_masked.double().mean(1))
-        return self.t.clone()
+            return self.t.clone()
+        # In training a token is masked with probability t, so the masked fraction is an estimate of t.
+        return is_masked.double().mean(1)
 
     def positions(self):
         """The positions (b, p) that this step reveals, where the decoder fixes them before the forward pass: the head

@@ -68,8 +68,8 @@ TABLES = {                              # part of a result: the columns of its t
 
 def ratio(numerator, denominator=1.0):
     """sum(numerator) / sum(denominator) of arrays (n,), and its standard error over the n entries by the delta method.
-    The default denominator gives the mean and its standard error. The value is nan if the denominators sum to 0, its
-    error if n is 1."""
+    The default denominator gives the mean and its standard error. The value is nan if the denominators sum to 0, the
+    error is nan if n is 1."""
     n, denominator = len(numerator), denominator * np.ones(len(numerator))
     total = denominator.sum()
     value = numerator.sum() / total if total else math.nan
@@ -158,7 +158,7 @@ def maskings(indices, noise):
     if noise is None:
         return [([index], 1.0) for index in indices]
     mc = len(noise)
-    # The t of each sample. The first token of the block chooses the noise, so that another block has another t.
+    # The t of each sample, from the noise of the block's first token of the answer: each block has a t of its own.
     levels = 1e-3 + (1 - 1e-3) * (np.arange(mc) + noise[:, 0, indices.start]) / mc       # (mc,)
     is_masked = noise[:, 1, indices.start:indices.stop] < levels[:, None]      # (mc, len(indices))
     return [([indices[i] for i in mask.nonzero()[0]], 1 / (t * mc))
@@ -220,14 +220,12 @@ def score_rows(model, cache, rows, nll):
         tuple(part[index] for part in state) for state in cache.layers])
     xt = torch.from_numpy(np.stack([row.xt for _, row in rows])).to(dev)       # (rows, l)
     hidden = model.denoise_hidden(xt, gathered, (xt == mask_id).double().mean(1))       # (rows, l, d)
-    # One entry for each scored token; i is its row of xt and hidden.
-    i, at, target, choice, weight = zip(*(
-        (i, *scored, row.choice, row.weight) for i, (_, row) in enumerate(rows)
-        for scored in zip(row.at, row.target)))
-    nats, _ = masked_cross_entropy(model, hidden[list(i), list(at)],           # (scored tokens, d)
-                                   torch.tensor(target, device=dev))
-    # `nll[...] +=` would add only one of several tokens of a choice.
-    np.add.at(nll, tuple(zip(*choice)), nats.cpu().numpy() * weight)
+    counts = [len(row.at) for _, row in rows]                                  # scored tokens of each row
+    i = [i for i, n in enumerate(counts) for _ in range(n)]
+    at, target = [x for _, row in rows for x in row.at], [x for _, row in rows for x in row.target]
+    nats, _ = masked_cross_entropy(model, hidden[i, at], torch.tensor(target, device=dev))     # (scored tokens,)
+    for (_, row), part in zip(rows, nats.split(counts)):
+        nll[row.choice] += row.weight * part.sum().item()
 
 
 def score_answers(model, questions, parallel, rule, seed, mc, budget, what="answers"):

@@ -12,10 +12,11 @@ Mamba-2 hybrid) and block_len (seq_len: the whole sequence is one block). Equati
   Cache                  keys/values and boundary states of a prefix      C(c), eq. cacheable-layer
 
 In shapes: b sequences, s tokens of each, l tokens of a block, k = s / l blocks, d width, v vocabulary. c is an axis of
-channels, or the conditioning; h an axis of heads, or the residual stream.
+channels, or the conditioning; h an axis of heads, or the residual stream; e the width of an attention head; m any
+number of tokens or rows.
 
     python model.py                                   parameter counts of every config
-    python -m pytest tests/test_model.py              what is claimed here, shown
+    python -m pytest tests/test_model.py              its tests
 """
 from configurator import ConfigError, UserError, fit, run_config, script     # first: see quiet_interrupt
 import dataclasses
@@ -92,14 +93,19 @@ class ModelConfig:
     def mask_id(self):
         return self.vocab_size - 1
 
-    def for_length(self, s):
-        """The same model for sequences of s tokens, which a full-sequence model takes as one block. Raises
-        ModelError unless s is whole blocks and within the rotary capacity."""
+    def block_len_for(self, s):
+        """The length of a diffusion block in s tokens: a full-sequence model takes them as one. Raises ModelError
+        unless s is whole blocks."""
         l = s if self.full_sequence else self.block_len
-        if s % l:
-            raise ModelError(f"seq_len {s} is not whole blocks of block_len {l}; choose a multiple of it, such as "
-                             f"{-(-s // l) * l}")
-        return dataclasses.replace(self, seq_len=s, block_len=l)
+        if s == 0 or s % l:
+            raise ModelError(f"{s} tokens are not whole blocks of block_len {self.block_len}; choose a multiple of it, "
+                             f"such as {-(-max(s, 1) // self.block_len) * self.block_len}")
+        return l
+
+    def for_length(self, s):
+        """The same model for sequences of s tokens. Raises ModelError unless s is whole blocks and within the rotary
+        capacity."""
+        return dataclasses.replace(self, seq_len=s, block_len=self.block_len_for(s))
 
 
 @dataclasses.dataclass
@@ -112,7 +118,8 @@ class Cache:
     """
     layers: list
     lengths: torch.Tensor               # (b,) int64, on the device: tokens that each row holds. Rows may differ; of
-                                        # row i only the first lengths[i] keys and values mean anything.
+                                        # row i only the first lengths[i] keys and values mean anything, and its
+                                        # Mamba states are those after exactly that many tokens.
     max_len: int
 
     @property
@@ -245,7 +252,7 @@ class Attention(nn.Module):
         """One noisy block u (b, l, d) -> (b, l, d): attends to the cached prefix and to itself. Writes nothing."""
         q, k, v = self.project(u, rope)                                        # (b, h, l, e) each
         # Every query sees the whole prefix and the whole block. There is no causal mask inside a block: a
-        # masked token may look at what was revealed to its right. That is what makes this diffusion.
+        # masked token may look at what was revealed to its right.
         return self.merge(ops.cached_attention(q, k, v, *state, lengths, u.size(1)))           # (b, l, d)
 
 
@@ -257,9 +264,7 @@ class Mamba2(nn.Module):
         d, di, n = config.d_model, config.d_inner, config.d_state
         self.heads, self.d_inner, self.d_state = di // config.mamba_head_dim, di, n
         self.chunk_len = config.chunk_len
-        # `projection` joins the weights of these two: one product makes z, x, B, C and dt.
-        self.in_proj = nn.Linear(d, 2 * di + 2 * n, bias=False)
-        self.dt_proj = nn.Linear(d, self.heads, bias=False)
+        self.in_proj = nn.Linear(d, 2 * di + 2 * n + self.heads, bias=False)   # z, x, B, C, dt
         self.conv_weight = nn.Parameter(torch.empty(di + 2 * n, config.conv_width))
         self.conv_bias = nn.Parameter(torch.empty(di + 2 * n))
         self.A_log = nn.Parameter(torch.empty(self.heads))
@@ -269,11 +274,9 @@ class Mamba2(nn.Module):
         self.out_proj = nn.Linear(di, d, bias=False)
 
     def projection(self):
-        """The weights of z, x, B, C and dt as one matrix (2 d_inner + 2 n + h + padding, d). Rows of zeros make its
-        height a multiple of 64, for which tensor cores are fastest."""
-        width = self.in_proj.out_features + self.heads
-        pad = self.in_proj.weight.new_zeros(-width % 64, self.in_proj.in_features)
-        return torch.cat([self.in_proj.weight, self.dt_proj.weight, pad])
+        """The weight of in_proj with rows of zeros, (2 d_inner + 2 n + h + padding, d): tensor cores are fastest if its
+        height is a multiple of 64."""
+        return F.pad(self.in_proj.weight, (0, 0, 0, -self.in_proj.out_features % 64))
 
     @ops.replaceable
     def forward(self, u, conv=None, ssm=None, block_len=None, want_states=True):
@@ -295,6 +298,7 @@ class Mamba2(nn.Module):
             conv = xBC.new_zeros(len(u), self.conv_weight.size(1) - 1, xBC.size(-1))
         convs = ops.conv_boundaries(xBC, conv, block_len) if want_states else None
         x, B, C = ops.causal_conv(xBC, self.conv_weight, self.conv_bias, conv).split([di, n, n], -1)
+        # x (r, s, d_inner); B, C (r, s, n)
 
         # 3. Scan: s_i = exp(dt_i A) s_{i-1} + dt_i x_i B_i^T,  y_i = s_i C_i + D x_i. With dt > 0 > A states decay.
         dtype = ops.at_least_fp32(u.dtype)
@@ -328,10 +332,11 @@ class BiMamba(nn.Module):
     def two_stream(self, clean, noisy, rope, masks, last):
         """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes. The last layer, too, returns its clean output:
         the scan computes it together with the states, though nothing reads it."""
-        if clean.size(1) == 0:                          # a full-sequence model: one block after nothing
+        if clean.size(1) == 0:                          # a single block: there is no prefix
             return clean, self.scan_both(noisy)
-        # One clean scan leaves the state before every block (eq. boundary-state). Clean tokens have no reverse scan: it
-        # would start at blocks that the cache does not have yet.
+        # One clean scan leaves the state before every block (eq. boundary-state). Clean tokens have no reverse scan:
+        # over the prefix, its states would depend on later blocks. Inside each clean block they would not, but the
+        # paper caches the forward scan alone.
         y, conv, ssm = self.fwd(clean, block_len=noisy.size(1))                # states (b, k, ...)
         if self.detach_prefix:
             conv, ssm = conv.detach(), ssm.detach()
@@ -356,8 +361,8 @@ class BiMamba(nn.Module):
 
 class Layer(nn.Module):
     """
-    Norm, mixer, norm, MLP, around a residual stream h. Attention-only models are DDiT layers: AdaLN shifts, scales
-    and gates both halves. Hybrid layers are modulated at the mixer's input alone, without gates.
+    Norm, mixer, norm, MLP, around a residual stream h. Attention-only models have DDiT layers, as in SEDD and MDLM:
+    AdaLN shifts, scales and gates both halves. Hybrid layers are modulated at the mixer's input alone, without gates.
     """
 
     def __init__(self, config, index):
@@ -474,14 +479,6 @@ class BlockDiffusionLM(nn.Module):
 
     # -- pieces shared by training and generation --
 
-    def block_len_for(self, s):
-        """The length of a diffusion block in s tokens: a full-sequence model takes them as one."""
-        l = s if self.config.full_sequence else self.config.block_len
-        if s == 0 or s % l:
-            raise ModelError(f"{s} tokens are not whole blocks; give the model a multiple of its block "
-                             f"length, {self.config.block_len}")
-        return l
-
     def rope(self, length):
         """Rotary tables (cos, sin) of positions 0..length-1, each (length, head_dim / 2)."""
         c, weight = self.config, self.embed.weight
@@ -495,9 +492,9 @@ class BlockDiffusionLM(nn.Module):
 
     def rope_after(self, lengths, count):
         """Rotary tables (cos, sin), each (b, 1, count, head_dim / 2), of the `count` positions after lengths (b,).
-        `new_cache` made the table long enough for its max_len and an active block, within the rotary capacity. A check
-        here would make the host wait for the device."""
-        at = lengths[:, None] + torch.arange(count, device=lengths.device)
+        `new_cache` made the table long enough for max_len and one active block, as far as the rotary capacity allows.
+        There is no check here, because it would make the host wait for the device."""
+        at = lengths[:, None] + torch.arange(count, device=lengths.device)     # (b, count)
         return self._rope[1][:, at][:, :, None].unbind()
 
     def condition(self, t):
@@ -518,8 +515,8 @@ class BlockDiffusionLM(nn.Module):
         return modulate(self.norm(h), *self.adaln(c).chunk(2, -1))
 
     def token_logits(self, hidden):
-        """(..., d) -> (..., v - 1): logits of all tokens but the mask. The mask is the last id, and its logit is minus
-        infinity: a model never predicts it (the substitution parameterisation)."""
+        """(..., d) -> (..., v - 1): logits of all tokens but the mask, which is the last id. Text never contains it, so
+        its probability is known to be 0 (the substitution parameterisation)."""
         return F.linear(hidden, self.head.weight)[..., :self.config.mask_id]
 
     def logits(self, hidden):
@@ -532,14 +529,15 @@ class BlockDiffusionLM(nn.Module):
     def all_block_hidden(self, x0, xt, t):
         """Hidden states (b, s, d) of every noisy block given its clean prefix. x0, xt (b, s); t (b, k)."""
         b, s = x0.shape
-        l = self.block_len_for(s)
-        # Under autocast the residual stream has autocast's dtype: training reads and stores it more than anything else.
+        l = self.config.block_len_for(s)
+        # Under autocast the residual stream has autocast's dtype: training stores it most, and bf16 halves it.
         device = x0.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.embed.weight.dtype
         # Two streams: every token is there clean, as a later block sees it, and noisy, as its own block sees it. The
-        # clean stream stops before the last block, which no block can see.
+        # clean stream stops before the last block, which no block can see. Row i * k + j of `noisy` is block j of
+        # sequence i.
         clean = self.embed(x0[:, :s - l]).to(dtype)                            # (b, s - l, d)
-        noisy = self.embed(xt).view(-1, l, self.config.d_model).to(dtype)      # (b * k, l, d): row i * k + j is block j
+        noisy = self.embed(xt).view(-1, l, self.config.d_model).to(dtype)      # (b * k, l, d)
         c_clean, c_noisy = self.condition_clean(), self.condition(t.reshape(-1))               # (b * k or 1, 1, d)
         rope, masks = self.rope(s), ops.two_stream_masks(s, l, x0.device)
         for i, layer in enumerate(self.layers):
@@ -558,7 +556,7 @@ class BlockDiffusionLM(nn.Module):
         torch.Generator, or a list with one for each sequence; then a sequence's noise is the same in every batch.
         """
         (b, s), (j, n) = x0.shape, stratum
-        k = s // self.block_len_for(s)
+        k = s // self.config.block_len_for(s)
         if not isinstance(generator, (list, tuple)):
             device = generator.device if generator is not None else x0.device
             u = torch.rand(b, k + s, generator=generator, device=device)
@@ -571,7 +569,7 @@ class BlockDiffusionLM(nn.Module):
     def forward(self, x0, generator=None):
         """
         The training loss: the NELBO of x0 (b, s) int64 in nats per token, with one noise sample per block. It is eq.
-        prefix-cache with the weight w(t) = 1/t of eq. bdlm-masked-objective.
+        prefix-cache with the weight w(t) = 1/t of eq. bdlm-masked-objective (alpha_t = 1 - t).
         """
         t, is_masked = self.draw_noise(x0, generator)
         return self.loss(x0, is_masked, t)
@@ -601,7 +599,7 @@ class BlockDiffusionLM(nn.Module):
         kv = (batch, c.n_head, max_len, c.d_model // c.n_head)
         conv = (batch, c.conv_width - 1, c.d_inner + 2 * c.d_state)
         ssm = (batch, c.d_inner // c.mamba_head_dim, c.mamba_head_dim, c.d_state)
-        # Keys and values beyond `lengths` are never read, but a state is, from the first block on.
+        # A state is read from the first block on, so it must be zeros. Keys and values beyond `lengths` never count.
         layers = [
             (weight.new_empty(kv), weight.new_empty(kv)) if isinstance(layer.mixer, Attention) else
             (weight.new_zeros(conv), weight.new_zeros(ssm, dtype=ops.at_least_fp32(weight.dtype)))
@@ -612,19 +610,20 @@ class BlockDiffusionLM(nn.Module):
     def prefill(self, x0, cache, chunk_tokens=4096, on_chunk=None):
         """Appends finished blocks x0 (b, m) to the cache; m is a multiple of the block length. About chunk_tokens
         tokens of all rows together go through the model at a time, because kernels fail at tensors of 2^31 elements.
+        The cache does not depend on it, up to rounding: a chunk is whole blocks, and tokens see no later block.
         on_chunk(n) is called after n more tokens of each row. Raises ModelError if the cache is too small."""
         if x0.size(1) == 0:
             return
         if self.config.full_sequence:
             raise ModelError("a full-sequence model has no prefix cache: put the prompt in its window")
-        l = self.block_len_for(x0.size(1))
+        l = self.config.block_len_for(x0.size(1))
         if int(cache.lengths.max()) + x0.size(1) > cache.max_len:
             raise ModelError(f"the cache holds {cache.max_len} tokens and cannot take "
                              f"{x0.size(1)} more; make it with a larger max_len")
         step = max(chunk_tokens // (l * len(x0)), 1) * l
         c = self.condition_clean()
         for x in x0.split(step, 1):
-            h, rope = self.embed(x), self.rope_after(cache.lengths, x.size(1))
+            h, rope = self.embed(x), self.rope_after(cache.lengths, x.size(1))             # h (b, step, d)
             for layer, state in zip(self.layers, cache.layers):
                 h = layer.extend(h, c, state, cache.lengths, rope, l)
             cache.lengths += x.size(1)                  # after all layers: each has appended behind the old length
@@ -653,7 +652,7 @@ class BlockDiffusionLM(nn.Module):
         """Raises ModelError if the active block xt (b, l) has another length than the blocks of training."""
         if not self.config.full_sequence and xt.size(1) != self.config.block_len:
             raise ModelError(f"this model was trained with blocks of {self.config.block_len} tokens and "
-                             f"cannot denoise a block of {xt.size(1)}")
+                             f"cannot denoise a block of {xt.size(1)}; give new_engine its block length")
 
 
 def cast_for_inference(model, dtype):
@@ -672,7 +671,7 @@ def train_flops(config, s, masked=0.5):
     the share `masked` of positions. Recomputation is not counted.
     """
     d, v, n, di = config.d_model, config.vocab_size, config.d_state, config.d_inner
-    l = s if config.full_sequence else config.block_len
+    l = config.block_len_for(s)
     k, clean = s // l, s - l
     total = s * masked * 2 * d * v
     for i in range(config.n_layer):

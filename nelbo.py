@@ -3,7 +3,7 @@ The NELBO of text (eq. nelbo-ppl-background). train.py's validation and eval.py'
 nelbo_counts. With the same seed, sequences and number of samples they draw the same noise and give the same number.
 
     python eval.py                                              # out/ckpt.pt on its validation text
-    python -m pytest tests/test_eval.py                         # what is claimed here, shown
+    python -m pytest tests/test_eval.py                         # its tests
 """
 import sys
 

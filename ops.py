@@ -14,7 +14,7 @@ The heavy operations of a block-diffusion Mamba-2 / attention hybrid, written pl
 Everything here is a function of tensors. There are no parameters and no configuration, and no other file of this
 repository is imported.
 
-    python -m pytest tests/test_ops.py                see it work
+    python -m pytest tests/test_ops.py                its tests
     python bench.py ops                               time it beside libraries
 """
 import contextlib
@@ -215,7 +215,8 @@ def gated_norm(y, z, weight):
 def two_stream_rule(q, kv, block_len, n_clean):
     """
     The visibility rule of the all-block objective. A clean token of block i sees clean blocks 0..i. A noisy token of
-    block i sees clean blocks 0..i-1 and its own noisy block.
+    block i sees clean blocks 0..i-1 and its own noisy block. Finished blocks are cached whole, so a clean token sees
+    all of its own block; `cached_attention` follows the same rule.
 
     q, kv: integer tensors that broadcast, indices into [n_clean clean tokens; noisy tokens]. Returns a boolean tensor,
     true where query q sees key kv.
@@ -399,9 +400,9 @@ def gumbel_argmax(logits, at, seed, step, begin):
     v, drawn = logits.size(-1), []
     seed, step, begin = (x[:, None, None] for x in (seed, step, begin))        # (b, 1, 1) each
     # _uniforms returns two variates, so stream i serves two tokens: i and i + ceil(v / 2).
-    # few: positions at a time, so that their noise fits into a CPU's cache
-    pairs, few = torch.arange(-(-v // 2), device=logits.device), max(1, 2 ** 17 // v)
-    for x, position in zip(logits.split(few, 1), at[..., None].split(few, 1)):
-        u = torch.cat(_uniforms(seed, pairs, position, step, begin), -1)[..., :v]              # (b, few, v)
+    # Some positions at a time, so that their noise fits into a CPU's cache.
+    pairs, per_tile = torch.arange(-(-v // 2), device=logits.device), max(1, 2 ** 17 // v)
+    for x, position in zip(logits.split(per_tile, 1), at[..., None].split(per_tile, 1)):
+        u = torch.cat(_uniforms(seed, pairs, position, step, begin), -1)[..., :v]              # (b, per_tile, v)
         drawn.append((x.double() - (-torch.log1p(-u)).log()).argmax(-1))       # -log1p(-u) is exponential
     return torch.cat(drawn, 1)

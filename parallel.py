@@ -49,7 +49,7 @@ def pick_device(name):
     return name
 
 
-def ampere(device):
+def ampere_or_later(device):
     """Whether a device is a GPU of compute capability 8.0 (Ampere) or above. bf16 and fast/ need that."""
     return torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
@@ -57,7 +57,7 @@ def ampere(device):
 def pick_dtype(setting, device):
     """The torch dtype of a setting. "auto" is bfloat16 on a GPU that has it, else float32."""
     if setting == "auto":
-        return torch.bfloat16 if ampere(device) else torch.float32
+        return torch.bfloat16 if ampere_or_later(device) else torch.float32
     return getattr(torch, setting)
 
 
@@ -81,7 +81,7 @@ def select_kernels(setting, device, training=True):
     check(dict(kernels=setting), choices=dict(kernels=KERNELS))
     ops.FAST.clear()
     if setting == "mamba_ssm":
-        if not (ampere(device) and has_fast()):
+        if not (ampere_or_later(device) and has_fast()):
             raise ConfigError(f"kernels=mamba_ssm needs a GPU of compute capability 8.0 or more, and the folder fast/; "
                               f"this is {device}; use --kernels=auto")
         from fast import mamba_ssm
@@ -95,7 +95,7 @@ def select_kernels(setting, device, training=True):
         return "kernels: plain"
     if setting == "torch":
         return "kernels: plain (kernels=torch)"
-    if not ampere(device):
+    if not ampere_or_later(device):
         return (f"kernels: plain ({torch.cuda.get_device_name(device)} has compute capability "
                 f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}; bf16 and fast/ need 8.0)")
     if not has_fast():
@@ -219,8 +219,8 @@ def share_of_batch(batch_size, micro_batch_size, rank, world):
 
 class ShardedAdamW:
     """
-    AdamW whose moments and update are sharded over ranks. Every rank holds all weights and gradients in fp32, which are
-    exchanged as in ZeRO stage 2.
+    AdamW whose moments and update are sharded over ranks. Every rank holds all weights and gradients in fp32, so the
+    memory is that of ZeRO stage 1. Gradients are reduce-scattered and weights all-gathered once a step.
 
     There are two groups of parameters, with and without weight decay. The parameters of a group are views of one flat
     buffer, and their gradients are views of another; zeros at the end make their length a multiple of the world size.

@@ -56,7 +56,7 @@ watch = False                           # show the active block while it is unma
 device = "auto"                         # auto, cpu or cuda; mps lacks the fp64 that sampling draws in
 dtype = "auto"                          # auto: bfloat16 if the GPU has it, else float32
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
-engine = "auto"                         # auto, simple, fused or graphs: all draw the same tokens, up to rounding
+engine = "auto"                         # auto, simple, fused or graphs: with the same random numbers
 # ---------------------------------------------------------------------------------------------
 
 ENGINES = ("auto", "simple", "fused", "graphs")
@@ -111,7 +111,8 @@ def open_engine(wanted, model, dtype=torch.float32):
       graphs   the same, each step a CUDA graph
       auto     graphs if select_kernels selected the kernels of fast/, else simple
 
-    All engines draw the same tokens, up to rounding. Raises ConfigError for an engine that cannot run.
+    All engines use the same random numbers: their tokens differ only where rounding of the logits changes a draw.
+    Raises ConfigError for an engine that cannot run.
     """
     check(dict(engine=wanted), choices=dict(engine=ENGINES))
     on_gpu = model.embed.weight.is_cuda
@@ -181,7 +182,7 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
         if k:
             block_engine.commit(x0)
         x0 = block_engine.decode(active, n_masked, on_step)                   # (b, l), no mask left
-        finished = x0.cpu()                             # the one wait for the device in a block
+        finished = x0.cpu()                             # waits for the device; with graphs, the only wait in a block
         for i, row in enumerate(rows):
             # The first block begins with the end of the prompt: only tokens from `n_old` on are new. A row that has
             # ended stays as it is, while the batch runs on for the others.
@@ -250,14 +251,15 @@ def plan(config, prompts, length, n_suffix=0):
     if length < 1:
         raise ModelError(f"length must be at least 1, but is {length}")
     if config.full_sequence and min(totals) != max(totals):
-        raise ModelError("a full-sequence model takes prompts of one length at a time")
+        raise ModelError("a full-sequence model takes prompts of one length at a time; give it others in another call")
     l = max(totals) if config.full_sequence else config.block_len
     starts = [len(p) // l * l for p in prompts]
     n_blocks = max(-(-(total - start) // l) for total, start in zip(totals, starts))
     if n_suffix and n_blocks > 1:
         # A block sees only itself and what comes before it. It would not see a suffix that lies in a later block.
         raise ModelError(f"a suffix must end in the block of {l} tokens in which the prompt ends, which has room for "
-                         f"{l - max(len(p) % l for p in prompts)}; length and suffix are {length + n_suffix} tokens")
+                         f"{l - max(len(p) % l for p in prompts)}; length and suffix are {length + n_suffix} tokens; "
+                         f"shorten one")
     end = max(starts) + n_blocks * l
     if end > config.rope_capacity:
         raise ModelError(f"prompt and length make {end} tokens in whole blocks, which is beyond the rotary "
@@ -359,7 +361,7 @@ class Printer:
         self.n_unread, self.n_known, self.total, self.n_generated = n_unread, n_known, total, 0
         self.started = self.last_shown = time.time()
         self.live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-        # A character may end in a later block than it begins in: this decoder keeps the bytes until then.
+        # A character may end in a later block than it begins in: the bytes are kept until then.
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self.bar = tqdm(desc="reading the prompt", total=n_unread, unit=" tokens", unit_scale=True, leave=False,
                         file=sys.stderr, delay=BAR_DELAY, mininterval=0.2 if self.live else 10, miniters=1)

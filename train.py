@@ -27,7 +27,7 @@ from data import VOCABULARY, TokenData, bits_per_byte, byte_baselines, noise_gen
 from files import misfit, write_file, writing
 from model import BlockDiffusionLM, ModelConfig, ModelError, train_flops
 from nelbo import nelbo_counts
-from parallel import (Parallel, ShardedAdamW, ampere, compile_layers, lost_rank, matmul_ceiling, pick_dtype,
+from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, lost_rank, matmul_ceiling, pick_dtype,
                       select_kernels, share_of_batch)
 
 # ---------------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ detach_prefix = False                   # an ablation if true: block losses do n
 init_std = 0.1                          # of initial weights; the wide models of config/ take 0.02
 embed_std = 1.0                         # of the initial embedding
 # optimisation
-batch_size = 2                          # sequences per step, over all devices; on a CPU, many small steps learn most
+batch_size = 2                          # sequences per step, over all devices; on a CPU, small steps learn fastest
 micro_batch_size = 0                    # sequences a device holds at a time; 0: all of its share
 max_iters = 3500                        # training steps
 learning_rate = 2e-3                    # peak, after the warm-up
@@ -137,8 +137,8 @@ def load_weights(model, weights):
         here, there = ("missing" if name not in table else "x".join(map(str, table[name].shape))
                        for table in (mine, weights))
         if here != there:
-            raise ModelError(f"init_from: {name} is {there} there and {here} here; use the attn_every, n_layer, "
-                             f"d_model and other shapes of that run")
+            raise ModelError(f"init_from: {name} is {there} in that checkpoint and {here} in this run; use the "
+                             f"attn_every, n_layer, d_model and other shapes of that checkpoint")
     model.load_state_dict(weights)
 
 
@@ -161,8 +161,8 @@ class Log:
         self.validated = {row["step"] for row in rows.values() if "val_loss" in row}
 
     def open(self):
-        """Opens and locks the file. The one that write_file replaced stays open and locked, for a process that has
-        opened it already."""
+        """Opens and locks the file. write_file puts a new file in its place, which is locked as well. The old one stays
+        locked, because another process may have opened it."""
         self.files.append(open(self.path, "a"))
         try:
             fcntl.flock(self.files[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -235,7 +235,7 @@ def continue_run(path, model, optimizer, settings, say):
                          f"settings, or another out_dir")
     watched = "seed batch_size data max_iters learning_rate warmup_iters min_lr weight_decay beta1 beta2 grad_clip"
     if changed := [k for k in watched.split() if record["settings"].get(k) != settings[k]]:
-        say(f"resuming with another {', '.join(changed)}: not the run that an uninterrupted one would be")
+        say(f"resuming with another {', '.join(changed)}; the result will not be that of an uninterrupted run")
     model.load_state_dict(record["model"])
     optimizer.load_state_dict(record["optimizer"])
     if record["step"] >= max_iters and not eval_only:
@@ -302,7 +302,7 @@ def main():
     # 3. Precision, compilation, kernels.
     use_bf16 = pick_dtype(dtype, dev) == torch.bfloat16
     autocast = functools.partial(torch.autocast, dev.type, torch.bfloat16, enabled=use_bf16)
-    if compile and ampere(dev):
+    if compile and ampere_or_later(dev):
         compile_layers(model)
     say(f"{config.n_layer} layers, width {config.d_model}, {model.n_params:,} parameters | "
         f"{parallel.world} x {dev} {'bf16' if use_bf16 else 'fp32'} | {chosen}")
@@ -361,7 +361,7 @@ def main():
 
     # 4. The loop.
     flops = train_flops(config, seq_len) * batch_size / parallel.world          # of a step, for each GPU
-    ceiling = matmul_ceiling(dev) if ampere(dev) else None
+    ceiling = matmul_ceiling(dev) if ampere_or_later(dev) else None
     if ceiling:
         torch.cuda.reset_peak_memory_stats()                # of the measurement: the log reports the training's
         say(f"{flops / 1e12:.1f} TFLOP a step and GPU; MFU is of {ceiling / 1e12:.0f} TFLOP/s, measured")

@@ -97,8 +97,8 @@ class InferenceMamba:
             return
         self.chunk_len = f.chunk_len
         self.heads, self.d_inner, self.d_state = f.heads, f.d_inner, f.d_state
-        self.inner = f.in_proj.out_features             # width of z, x, B and C together
-        rows = [m.in_proj.weight for m in pair] + [m.dt_proj.weight for m in pair]
+        self.inner = f.in_proj.out_features - f.heads   # width of z, x, B and C together
+        rows = [m.in_proj.weight[:self.inner] for m in pair] + [m.in_proj.weight[self.inner:] for m in pair]
         rows.append(rows[0].new_zeros(-2 * (self.inner + f.heads) % 64, rows[0].size(1)))
         self.w_in = torch.cat(rows).to(dtype)
         self.w_out = torch.cat([m.out_proj.weight * m.norm_weight for m in pair], 1).to(dtype)

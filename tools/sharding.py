@@ -23,7 +23,7 @@ import torch.distributed as dist
 from bench import release
 from files import check_file, write_file
 from model import BlockDiffusionLM, config_from_file
-from parallel import Parallel, ShardedAdamW, ampere, compile_layers, hardware, select_kernels
+from parallel import Parallel, ShardedAdamW, ampere_or_later, compile_layers, hardware, select_kernels
 from sample import now
 
 config = ""                             # name of a file in config/; empty: mamba_h_350m on a GPU, laptop on a CPU
@@ -86,7 +86,7 @@ def measure(name, build, c, parallel):
     release()
     torch.manual_seed(0)
     model = BlockDiffusionLM(c).to(dev)
-    if ampere(dev):
+    if ampere_or_later(dev):
         compile_layers(model)
     generator = torch.Generator(dev).manual_seed(1 + parallel.rank)
     x0 = torch.randint(0, c.mask_id, (micro_batch_size, c.seq_len), device=dev, generator=generator)
@@ -96,7 +96,7 @@ def measure(name, build, c, parallel):
         now(dev)                                        # waits for the last step
         dist.barrier()
         start = now(dev)
-        with torch.autocast(dev.type, torch.bfloat16, enabled=ampere(dev)):
+        with torch.autocast(dev.type, torch.bfloat16, enabled=ampere_or_later(dev)):
             loss = wrapped(x0, generator)
         (loss / (parallel.world if name == "ours" else 1)).backward()
         update()

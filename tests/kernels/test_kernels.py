@@ -467,7 +467,7 @@ def make_mixer(dtype):
         module.out_proj.weight.mul_(0.2)
         module.dt_bias.sub_(2)
         module.norm_weight.mul_(0.1).add_(1)
-    for linear in (module.in_proj, module.dt_proj, module.out_proj):
+    for linear in (module.in_proj, module.out_proj):
         linear.to(dtype)
     return module
 

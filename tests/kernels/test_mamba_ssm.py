@@ -46,7 +46,7 @@ def error(got, want):
 def test_it_asks_for_a_gpu_and_for_the_package(monkeypatch):
     with pytest.raises(ConfigError, match="kernels=mamba_ssm needs a GPU .* this is cpu"):
         select_kernels("mamba_ssm", "cpu")
-    monkeypatch.setattr(parallel, "ampere", lambda device: True)
+    monkeypatch.setattr(parallel, "ampere_or_later", lambda device: True)
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)  # `import mamba_ssm` fails
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     mamba_ssm.library.cache_clear()

@@ -9,7 +9,7 @@ from configurator import ConfigError, UserError, check, configure, settings_of
 from conftest import ROOT, TINY, make_model, module_of, run_train, script
 from files import check_file
 from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file
-from parallel import ampere, pick_dtype, select_kernels
+from parallel import ampere_or_later, pick_dtype, select_kernels
 
 
 def space(**extra):
@@ -154,7 +154,7 @@ def test_sequences_and_blocks_of_the_wrong_length_are_refused_in_a_sentence():
     cache = model.new_cache(1, 16)
     with pytest.raises(ModelError, match="trained with blocks of 8"):
         model.denoise(torch.zeros(1, 4, dtype=torch.long), cache, torch.ones(1))
-    with pytest.raises(ModelError, match="12 tokens are not whole blocks; give the model a multiple of .* 8$"):
+    with pytest.raises(ModelError, match="12 tokens are not whole blocks of block_len 8; choose a .*, such as 16$"):
         model.prefill(torch.zeros(1, 12, dtype=torch.long), cache)
     with pytest.raises(ModelError, match="cannot take"):
         model.prefill(torch.zeros(1, 24, dtype=torch.long), cache)
@@ -186,9 +186,9 @@ def test_settings_that_contradict_each_other_are_refused(corpus, tmp_path, argv,
 
 @pytest.mark.parametrize("argv, message", [
     (["--out_dir={trained}", "--resume", "--d_state=16"], "another d_state"),
-    (["--init_from={trained}", "--d_model=64"], "adaln.bias is 64 there and 128 here"),
-    (["--init_from={trained}", "--n_layer=3"], "is missing there"),
-    (["--init_from={trained}", "--n_layer=1"], "missing here")])
+    (["--init_from={trained}", "--d_model=64"], "adaln.bias is 64 in that checkpoint and 128 in this run"),
+    (["--init_from={trained}", "--n_layer=3"], "is missing in that checkpoint"),
+    (["--init_from={trained}", "--n_layer=1"], "missing in this run")])
 def test_weights_of_another_shape_are_refused_by_name(corpus, trained, tmp_path, argv, message):
     argv = [word.format(trained=trained) for word in argv]
     with pytest.raises(ModelError, match=message):
@@ -214,7 +214,7 @@ def test_a_gpu_before_ampere_runs_the_plain_operations_in_fp32(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     for capability, modern in (((7, 5), False), ((7, 0), False), ((8, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        assert ampere("cuda") == modern and not ampere("cpu")
+        assert ampere_or_later("cuda") == modern and not ampere_or_later("cpu")
         assert pick_dtype("auto", "cuda") == (torch.bfloat16 if modern else torch.float32)
     assert pick_dtype("auto", "cpu") == pick_dtype("float32", "cuda") == torch.float32
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
