@@ -13,6 +13,7 @@ the selected kernels, and ends with one JSON line. On a CPU it measures small mo
 from configurator import ConfigError, check, check_names, configure, script, tqdm  # first: see quiet_interrupt
 import contextlib
 import json
+import os
 import statistics
 import sys
 import time
@@ -121,6 +122,8 @@ def run_all(parallel, names, make_rows, describe, rows_each=1):
             torch.manual_seed(0)
             release()
             for row in rows_of(name):
+                if "config" in row:
+                    row["config"] = bare(name)
                 rows.append(row)
                 bar.clear()
                 if parallel.rank == 0:
@@ -128,6 +131,11 @@ def run_all(parallel, names, make_rows, describe, rows_each=1):
                 bar.update(min(1 / rows_each, i - bar.n))
             bar.update(i - bar.n)
     return dict(**ceilings, rows=rows)
+
+
+def bare(name):
+    """The name of a config file without its folder and ending."""
+    return os.path.splitext(os.path.basename(name))[0]
 
 
 def models(size, dev):
@@ -216,7 +224,7 @@ def bench_sample(parallel):
                 yield dict(config=name, batch=b, error=f"{b} rows of the shortest length are too many; give --lengths")
             for part in filter(None, parts):
                 for row in measure_rows(*engine, b, part):
-                    theirs = paper.SAMPLE.get(name.removesuffix("_700m"), {}).get(row["length"])
+                    theirs = paper.SAMPLE.get(bare(name).removesuffix("_700m"), {}).get(row["length"])
                     theirs = theirs if (b, tokens_per_step) == (1, 16) else None
                     row |= dict(config=name, batch=b, tokens_per_step=tokens_per_step)
                     yield dict(row, **limit_of_step(row, model, ceilings), paper=theirs)

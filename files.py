@@ -7,6 +7,7 @@ Safe reading and writing, for all file formats of this repository. `write_file` 
 """
 import contextlib
 import errno
+import fcntl
 import importlib
 import json
 import os
@@ -67,6 +68,25 @@ def writing(path, advice, errors=OSError):
             advice = f"make room and try again, or {advice}"
         why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise UserError(f"{path} cannot be written ({why}); {advice}") from error
+
+
+@contextlib.contextmanager
+def locked(folder, advice):
+    """A context that makes and locks a folder, until processes that inherit the lock have ended, too. Raises UserError,
+    which ends in `advice`, if another process has locked it."""
+    os.makedirs(folder, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    os.set_inheritable(lock, True)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is writing to {folder}; wait for it, or {advice}") from None
+        except OSError:
+            pass                                        # a file system without locks
+        yield
+    finally:
+        os.close(lock)
 
 
 def write_file(path, content, advice="copy the results from the screen"):

@@ -48,7 +48,7 @@ def with_backward(f, inputs):
 
 def both_passes(name, ours, others, flops):
     """Comparisons of the forward pass, and of forward and backward. ours and others: (function, inputs). The bytes
-    counted: forward reads inputs and writes outputs; backward reads both, and the gradients of outputs, and writes
+    counted: forward reads inputs and writes outputs; backward reads inputs and the gradients of outputs, and writes
     the gradients of inputs. Backward counts twice the FLOPs of forward; recomputation is not counted."""
     def forward(f, inputs):
         return torch.no_grad()(lambda: f(*inputs))

@@ -66,9 +66,17 @@ class NanoBDLM(LM):
     def loglikelihood(self, requests):
         """[(log p of the continuation in nats, False)], one for each request. The requests of one question are
         consecutive. They get the same noise, and if the context is too long, it is cut at the same place for all."""
-        groups = [list(group) for _, group in itertools.groupby(requests, lambda r: (r.task_name, r.doc_id))]
+        return [answer for _, task in itertools.groupby(requests, lambda r: r.task_name)
+                for answer in self.answers(list(task))]
+
+    def answers(self, requests):
+        """`loglikelihood` of one task: as in eval.py, the noise depends on the question's number in its task."""
+        groups = [list(group) for _, group in itertools.groupby(requests, lambda r: r.doc_id)]
         s = self.model.config.seq_len
-        questions = [encode_choices(self.text, *zip(*(r.args for r in group)), s)[0] for group in groups]
+        try:
+            questions = [encode_choices(self.text, *zip(*(r.args for r in group)), s)[0] for group in groups]
+        except ValueError as error:
+            raise ConfigError(f"task {requests[0].task_name}: {error}") from None
         nll = evaluation.score_answers(self.model, questions, self.parallel, score, seed, mc, batch_size * s)
         return [(-float(nll[q, c]), False) for q, group in enumerate(groups) for c in range(len(group))]
 
@@ -89,7 +97,8 @@ class NanoBDLM(LM):
                               mask_id=config.mask_id)
             done = sample.generate(model, [torch.tensor(prompt)], length, sampler, new_engine,
                                    stop_token=self.text.eot_token)
-            text = self.text.decode(done.tokens[0][len(prompt):].tolist())
+            new = done.tokens[0][len(prompt):]
+            text = self.text.decode(new[new != self.text.eot_token].tolist())
             until = how.get("until") or []              # lm_eval allows a text, a list or None
             for stop in [until] if isinstance(until, str) else until:
                 text = text.partition(stop)[0]
@@ -111,7 +120,8 @@ def main():
     results = simple_evaluate(model, tasks=tasks, task_manager=manager, limit=limit or None, bootstrap_iters=1000)
     print(make_table(results))
     answers = {task: [dict(question=row["doc_id"], gold=row["target"], acc=row.get("acc"),
-                           log_p=[float(r[0]) for r in row["filtered_resps"]] if row.get("acc") is not None else None)
+                           log_p=[float(r[0]) for r in row["filtered_resps"]] if row.get("acc") is not None else None,
+                           text=row["filtered_resps"] if row.get("acc") is None else None)
                       for row in rows] for task, rows in results["samples"].items()}
     write_file(out, json.dumps(dict(checkpoint=model.about, results=results["results"], answers=answers), default=str))
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from data import (ELSEWHERE, HUB, META, SHARD_TOKENS, SPLITS, TASKS, VERSION, VOCABULARY, DataError, SplitWriter,
                   check_out, encode, get_tokenizer, prepare_stdlib, read_json, read_meta, sha256,
                   show, write_json, write_meta)
-from files import NO_ROOM, misfit, need, write_file, writing
+from files import NO_ROOM, locked, misfit, need, write_file, writing
 
 SAVE_TOKENS = 4_000_000             # tokens held in memory before they are saved; a kill loses at most these
 BATCH_BYTES = 1 << 20               # bytes of text that a thread tokenises at a time
@@ -117,7 +117,7 @@ def read_batches(source, index, path, done):
         if getattr(error, "errno", None):       # an error of the system; damaged data has no errno
             raise unreadable(path, error) from None
         batch.records.append((line + 1, error))
-    batch.last, batch.read = True, path.stat().st_size if path.is_file() else 0
+    batch.last, batch.read = True, path.stat().st_size
     yield batch
 
 
@@ -195,7 +195,7 @@ class Preparation:
     def run(self, workers=None):
         """Prepares what is missing and returns the content of meta.json. Raises DataError."""
         workers = workers or os.cpu_count()
-        with writing(self.out, ELSEWHERE):
+        with writing(self.out, ELSEWHERE), locked(self.out, ELSEWHERE):
             if self.finished():
                 self.clean()
                 return read_meta(self.out)
@@ -263,7 +263,8 @@ class Preparation:
                 break
         if batch.last and not self.full():
             self.position = [batch.index + 1, 0]
-        used_up = batch.last and self.out in batch.path.parents     # a downloaded file that has been read
+        # A download that has been read. The hub's library makes absolute paths; the user's own files stay.
+        used_up = batch.last and (self.out / DOWNLOAD).resolve() in batch.path.parents
         if used_up or sum(writer.n_pending for writer in self.writers.values()) > SAVE_TOKENS:
             self.save()
         if used_up:
@@ -593,7 +594,8 @@ def main(argv):
         check_words(argv)
         args = parse_arguments(argv)
         if args.command == "stdlib":
-            prepare_stdlib(args.out)
+            if "made_from" not in (meta := prepare_stdlib(args.out)) or meta["made_from"]:
+                raise DataError(f"{args.out} holds something else: {ELSEWHERE}")
         elif args.command == "mcqa":
             prepare_mcqa(args.out, args.tasks, args.local, args.split)
         elif args.command != "show":

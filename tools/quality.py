@@ -44,7 +44,8 @@ dtype = "auto"                          # auto: bfloat16 if the GPU has it, else
 
 NUMBER = (int, float)
 FIGURES = {"model": str, "decoder": str, "bpb": NUMBER, "bpb_se": NUMBER, "entropy": NUMBER, "repeated": NUMBER}
-RESULTS = {"rows": lambda rows: rows and not misfit(rows, [FIGURES]),       # the form of the JSON
+RESULTS = {"rows": lambda rows: rows and not misfit(rows[:1], [FIGURES]) and not misfit(       # the form of the JSON
+               rows[1:], [{**FIGURES, "tok_per_s": lambda x: isinstance(x, NUMBER) and x > 0}]),
            "settings": {"batch_size": int, "prompts": int}}
 COLUMNS = dict(model="", decoder="", tok_per_s=",.0f", passes=".1f", bpb=".3f", bpb_se=".3f", entropy=".3f",
                repeated=".4f")
@@ -119,6 +120,7 @@ def compare():
     for path, model, theirs, _ in opened:
         if model.config.full_sequence or theirs.name != tokenizer.name:
             raise ConfigError(f"{path} must be a block model with the judge's tokenizer, {tokenizer.name}")
+    kinds = [about["model"] for *_, about in opened]
     for decoder in decoders:                            # a wrong name fails here, before any work
         make_sampler(decoder, [0], 0)
     rows.append(dict(model="real text", decoder="", **figures(
@@ -126,9 +128,10 @@ def compare():
     with tqdm(total=len(opened) * len(decoders), desc="decoders") as bar:
         for path, model, _, about in opened:
             engine = sample.open_engine("auto", model, half)
+            name = about["model"] if kinds.count(about["model"]) == 1 else path     # two of a kind: by their paths
             for decoder in decoders:
                 texts, speed, passes = continued(engine, decoder, windows)
-                rows.append(dict(model=about["model"], checkpoint=about["checkpoint"], decoder=decoder, tok_per_s=speed,
+                rows.append(dict(model=name, checkpoint=about["checkpoint"], decoder=decoder, tok_per_s=speed,
                                  passes=passes, **figures(texts, windows, judge_model, sizes, parallel),
                                  sample=tokenizer.decode(texts[0].tolist())))
                 bar.update(1)

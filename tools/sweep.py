@@ -32,7 +32,7 @@ import eval as evaluation
 import train
 from data import TokenData, prepare_stdlib
 from eval import print_table
-from files import check_file, load_json, misfit, read_record, write_file
+from files import check_file, load_json, locked, misfit, read_record, write_file
 from paper import MODELS
 from parallel import ROOT, hardware, pick_device
 
@@ -230,6 +230,7 @@ def start(run, script, place, threads):
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(place)
     with open(run.path(f"{script}.txt"), "w") as log:
         return subprocess.Popen(run.command(script), stdout=log, stderr=log, env=environment, start_new_session=True,
+                                close_fds=False,            # so that it holds the lock of out_dir as well
                                 preexec_fn=PRCTL and functools.partial(PRCTL, PR_SET_PDEATHSIG, signal.SIGTERM))
 
 
@@ -369,7 +370,7 @@ def curves(ax, groups, looks, x_of, names):
 
 def picture(results, path, repetitions=()):
     """
-    Validation and training loss over tokens and over GPU time, for each config file's runs without extra settings, or
+    Validation and training loss over tokens and over time, for each config file's runs without extra settings, or
     else its best run. Below, the perplexity of evaluated runs, ± its standard error. The first seed is drawn thick and
     filled; other seeds, and the runs of `repetitions` (results of other sweeps), thin and hollow.
     """
@@ -388,7 +389,7 @@ def picture(results, path, repetitions=()):
     main_groups.update((base, groups[base]) for base in kinds if base in groups)
     axes = {"million tokens": lambda r, step: step * r["tokens"] / r["steps"] / 1e6}
     if all(r.get("tok_per_s") for r in every):
-        axes["GPU minutes"] = lambda r, step: step * r["tokens"] / r["steps"] / r["tok_per_s"] / 60
+        axes["minutes of training"] = lambda r, step: step * r["tokens"] / r["steps"] / r["tok_per_s"] / 60
     evaluated = {name: runs for name, runs in groups.items() if any(r.get("eval") for r in runs)}
     heights = [4.4, 0.8 + 0.25 * len(evaluated)] if evaluated else [4.4]                   # inches
     fig = plt.figure(figsize=(5.5 * len(axes), sum(heights)), layout="constrained")
@@ -438,15 +439,16 @@ def train_and_evaluate():
         if run.settings["data"] == "data/stdlib":
             prepare_stdlib()                            # once here; else all runs would prepare it at the same time
         TokenData(run.settings["data"], "train", run.settings["tokenizer"])
-    for run in every:
-        run.claim()
-    todo = [run for run in every if not (run.trained and run.report)]
-    done = lambda: sum(run.steps for run in every) + EVALUATION * sum(bool(run.report) for run in every)
-    total = sum(run.settings["max_iters"] + EVALUATION for run in every)
-    if todo:
-        with tqdm(desc="training and evaluation", total=total, initial=done(), unit="step", unit_scale=True,
-                  smoothing=0) as bar:
-            run_all(todo, bar, done)
+    with locked(out_dir, "choose another out_dir"):
+        for run in every:
+            run.claim()
+        todo = [run for run in every if not (run.trained and run.report)]
+        done = lambda: sum(run.steps for run in every) + EVALUATION * sum(bool(run.report) for run in every)
+        total = sum(run.settings["max_iters"] + EVALUATION for run in every)
+        if todo:
+            with tqdm(desc="training and evaluation", total=total, initial=done(), unit="step", unit_scale=True,
+                      smoothing=0) as bar:
+                run_all(todo, bar, done)
     rows = [summarise(run) for run in every]
     return dict(runs=rows, differences=differences(rows), gpus=torch.cuda.device_count(),
                 hardware=hardware(torch.device(pick_device("auto"))))

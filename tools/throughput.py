@@ -4,11 +4,15 @@ Draws the throughput figures from the JSON files that bench.py wrote. `python be
     python bench.py plot FILE... --figures=FOLDER
 """
 import contextlib
-import json
 import os
 
 from configurator import ConfigError
+from files import load_json, read_record
 from paper import LADDER, MODELS, SAMPLE, TRAIN
+
+SPEED = {"config": str, "tok_per_s": (int, float)}
+RESULTS = {"?when": str, "bench": str, "hardware": {"name": str, "torch": str}, "rows": [
+    ({"error": str}, {"op": str}, {**SPEED, "length": int}, {**SPEED, "gpus": range(1, 2 ** 20)})]}
 
 
 def plot(files, figures):
@@ -17,14 +21,9 @@ def plot(files, figures):
     if not files:
         raise ConfigError("name what to draw, files that bench.py wrote with --out=FILE: python bench.py plot FILE...")
     for path in files:
-        try:
-            with open(path) as f:
-                r = json.load(f)
-            about = f"{r['hardware']['name']}, torch {r['hardware']['torch']}"
-            results.append((r.get("when", ""), r["bench"], about, [dict(row) for row in r["rows"]]))
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"{path} cannot be drawn ({type(error).__name__}); name files that bench.py "
-                              f"wrote with --out")
+        r = read_record(path, load_json, RESULTS, "a file that bench.py wrote with --out", "name another")
+        about = f"{r['hardware']['name']}, torch {r['hardware']['torch']}"
+        results.append((r.get("when", ""), r["bench"], about, r["rows"]))
     for _, what, about, rows in sorted(results, key=lambda r: r[0]):    # by time; of equal times in the given order
         for r in rows:
             kind, _, size = r.get("config", "").rpartition("_")

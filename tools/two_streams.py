@@ -14,9 +14,11 @@ import matplotlib.pyplot as plt
 import torch
 
 import ops
+from files import check_file
 
 out = "assets/two_streams.png"          # the picture
 
+PICTURE = rb"\x89PNG|%PDF|<\?xml"
 CLEAN, NOISY, GREY = "#4477aa", "#ee7733", "#999999"
 K, L = 4, 4                             # blocks of a sequence, tokens of a block
 
@@ -70,6 +72,7 @@ def draw_states(ax):
 
 def main():
     check(dict(out=os.path.splitext(out)[1]), choices=dict(out=(".png", ".pdf", ".svg")))
+    check_file("out", out, PICTURE)
     fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), width_ratios=[1, 1.35])
     draw_mask(left)
     draw_states(right)

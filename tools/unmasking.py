@@ -91,7 +91,7 @@ def svg(found):
     """The picture as text. Each token has an animation of the full duration, in which it appears at its step."""
     last = max(found["steps"])
     whole = 1.5 * seconds
-    prompt_words = re.findall(r"\s*\S+|\s+", found["prompt"][len(found["prompt"]) - min(shown, len(found["prompt"])):])
+    prompt_words = re.findall(r"\s*\S+|\s+", found["prompt"][max(len(found["prompt"]) - shown, 0):])
     pieces = [*((word, None) for word in prompt_words), *zip(found["tokens"], found["steps"])]
     places, styles = list(placed(pieces)), []
     for step in sorted(set(found["steps"])):

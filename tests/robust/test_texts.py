@@ -17,6 +17,7 @@ import pytest
 import data
 from configurator import UserError
 from conftest import script
+from files import locked
 from test_data import TEXTS, documents, fake_stdlib, folder_bytes, make_folder, prepared, write_jsonl
 from tools import prepare
 
@@ -220,6 +221,24 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path, command):
     assert status == 1 and "not empty" in error and "choose another --out" in error and "remove" not in error
     assert sorted(p.name for p in (tmp_path / "theirs").iterdir()) == ["download", "piqa.jsonl"]
     assert (tmp_path / "theirs" / "piqa.jsonl").read_text() == "kept"
+
+
+def test_files_of_the_user_stay_where_they_are(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "mine" / "a.jsonl", documents(TEXTS))
+    (tmp_path / "new").mkdir()
+    monkeypatch.chdir(tmp_path / "new")
+    assert script("data.py", "jsonl", "../mine/a.jsonl", "--val_fraction", 0.3, "--tokenizer", "bytes", "--out", ".")[0] == 0
+    assert path.is_file() and (tmp_path / "new" / "meta.json").is_file()
+    status, _, error = script("data.py", "stdlib", "--out", ".")
+    assert status == 1 and "holds something else: choose another --out" in error
+
+
+def test_two_preparations_of_one_folder_do_not_run_at_a_time(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", documents(TEXTS))
+    with locked(tmp_path / "out", ""):
+        with pytest.raises(UserError, match="another process is writing to .*out; wait for it, or choose another"):
+            prepared(tmp_path / "out", [path])
+    assert prepared(tmp_path / "out", [path])
 
 
 @pytest.mark.parametrize("number, advice", [

@@ -1,5 +1,6 @@
 """tools/harness.py: our models in lm-evaluation-harness give the answers that they give in eval.py."""
 import json
+import types
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,22 @@ def test_text_ends_before_the_string_that_the_task_asks_for(folder):
     whole = generate([])
     stop = whole[len(whole) // 2]
     assert generate([stop]) == generate(stop) == whole.partition(stop)[0]
+
+
+def test_answers_of_a_task_do_not_depend_on_the_tasks_beside_it(folder, monkeypatch):
+    monkeypatch.setattr(harness, "score", "nelbo")
+    model = harness.NanoBDLM(str(folder))
+    one, two = ([types.SimpleNamespace(task_name=task, doc_id=i, args=(f"{task} {i}:", answer)) for i in range(2)
+                 for answer in (" yes", " no")] for task in ("one", "two"))
+    assert model.loglikelihood(one + two) == model.loglikelihood(one) + model.loglikelihood(two)
+
+
+def test_generated_text_does_not_contain_the_end_of_text(folder, monkeypatch):
+    model = harness.NanoBDLM(str(folder))
+    tokens = [*model.text.encode_ordinary("def f = 1"), model.text.eot_token]
+    monkeypatch.setattr(harness.sample, "generate", lambda *_, **__: types.SimpleNamespace(tokens=[torch.tensor(tokens)]))
+    request = types.SimpleNamespace(args=("def f", dict(until=[], max_gen_toks=24, do_sample=False)))
+    assert model.generate_until([request]) == [" = 1"]
 
 
 def test_what_the_harness_cannot_do_is_a_sentence(folder, monkeypatch):

@@ -133,7 +133,7 @@ def fake_hub(monkeypatch, root, log, fail=None):
         target = Path(local_dir, name)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes((root / name).read_bytes())
-        return str(target)
+        return str(target.resolve())                    # as the library does
 
     class HfApi:
         def dataset_info(self, repo, revision):
@@ -152,11 +152,12 @@ def test_a_download_that_breaks_off_goes_on_and_leaves_no_copies(tmp_path, monke
         write_jsonl(root / LAYOUT["dclm"].format(i), documents(TEXTS[i::12]))
     arguments = ["dclm", "--tokens", "1e9", "--tokenizer", "bytes", "--workers", 1, "--val_fraction", 0.2, "--out"]
     broken = lambda name: ConnectionError("reset") if "shard_08" in name else None
+    monkeypatch.chdir(tmp_path)
     fake_hub(monkeypatch, root, log, broken)
-    status, _, error = script("data.py", *arguments, tmp_path / "out")
+    status, _, error = script("data.py", *arguments, "out")                    # a path relative to this folder
     assert status == 1 and "when the network is back" in error
     fake_hub(monkeypatch, root, log)
-    assert script("data.py", *arguments, tmp_path / "out")[0] == 0
+    assert script("data.py", *arguments, "out")[0] == 0
     assert script("data.py", *arguments, tmp_path / "whole")[0] == 0
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
     assert json.loads((tmp_path / "out" / "meta.json").read_text())["revision"] == "a" * 40

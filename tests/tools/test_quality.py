@@ -48,6 +48,14 @@ def test_every_model_and_decoder_is_a_row_beside_the_real_text(corpus, three, ca
     assert capsys.readouterr().out.count("real text") == 2
 
 
+def test_two_models_of_a_kind_are_named_by_their_paths(three, monkeypatch):
+    paths = [str(three / "a"), str(three / "judge")]
+    monkeypatch.setattr(quality, "checkpoints", paths)
+    monkeypatch.setattr(quality, "decoders", ["random:8"])
+    quality.main()
+    assert [row["model"] for row in json.loads((three / "quality.json").read_text())["rows"][1:]] == paths
+
+
 def test_repeated_counts_4_grams_seen_before():
     assert quality.repeated([1, 2, 3, 4, 5, 6]) == 0 and quality.repeated([1, 2, 1, 2, 1, 2, 1]) == 0.5
 

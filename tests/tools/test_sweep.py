@@ -16,6 +16,7 @@ import pytest
 
 from configurator import ConfigError, UserError, configure, settings_of
 from conftest import ROOT, TINY, Child, as_config, read_log
+from files import locked
 from tools import sweep
 
 
@@ -295,6 +296,11 @@ def test_a_killed_sweep_leaves_no_training_behind(tmp_path):
         while time.time() < deadline and Path(f"/proc/{trainer}/stat").read_text().split()[2] != "Z":
             time.sleep(0.05)
     assert time.time() < deadline
+
+
+def test_a_folder_has_one_sweep_at_a_time(swept, config):
+    with locked(swept[0], ""), pytest.raises(UserError, match="another process is writing to"):
+        grid(config, swept[0])
 
 
 def test_runs_share_gpus_or_spread_over_them(monkeypatch):
