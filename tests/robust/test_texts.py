@@ -227,7 +227,8 @@ def test_files_of_the_user_stay_where_they_are(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "mine" / "a.jsonl", documents(TEXTS))
     (tmp_path / "new").mkdir()
     monkeypatch.chdir(tmp_path / "new")
-    assert script("data.py", "jsonl", "../mine/a.jsonl", "--val_fraction", 0.3, "--tokenizer", "bytes", "--out", ".")[0] == 0
+    arguments = ["jsonl", "../mine/a.jsonl", "--val_fraction", 0.3, "--tokenizer", "bytes", "--out", "."]
+    assert script("data.py", *arguments)[0] == 0
     assert path.is_file() and (tmp_path / "new" / "meta.json").is_file()
     status, _, error = script("data.py", "stdlib", "--out", ".")
     assert status == 1 and "holds something else: choose another --out" in error

@@ -87,7 +87,8 @@ def test_answers_of_a_task_do_not_depend_on_the_tasks_beside_it(folder, monkeypa
 def test_generated_text_does_not_contain_the_end_of_text(folder, monkeypatch):
     model = harness.NanoBDLM(str(folder))
     tokens = [*model.text.encode_ordinary("def f = 1"), model.text.eot_token]
-    monkeypatch.setattr(harness.sample, "generate", lambda *_, **__: types.SimpleNamespace(tokens=[torch.tensor(tokens)]))
+    done = types.SimpleNamespace(tokens=[torch.tensor(tokens)])
+    monkeypatch.setattr(harness.sample, "generate", lambda *_, **__: done)
     request = types.SimpleNamespace(args=("def f", dict(until=[], max_gen_toks=24, do_sample=False)))
     assert model.generate_until([request]) == [" = 1"]
 
