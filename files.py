@@ -16,6 +16,7 @@ import secrets
 
 from configurator import ConfigError, UserError
 
+PICTURE = rb"\x89PNG|%PDF|<\?xml"                         # how a png, pdf or svg begins, for `check_file`
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)     # of an OSError: disk full, quota used up, file too large
 
 

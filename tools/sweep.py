@@ -32,7 +32,7 @@ import eval as evaluation
 import train
 from data import TokenData, prepare_stdlib
 from eval import print_table
-from files import check_file, load_json, locked, misfit, read_record, write_file
+from files import PICTURE, check_file, load_json, locked, misfit, read_record, write_file
 from paper import MODELS
 from parallel import ROOT, hardware, pick_device
 
@@ -50,7 +50,6 @@ draw = []                               # only print and draw these JSON files, 
 # ---------------------------------------------------------------------------------------------
 
 PRCTL, PR_SET_PDEATHSIG = getattr(ctypes.CDLL(None), "prctl", None), 1     # Linux: ends a child when its parent dies
-PICTURE = rb"\x89PNG|%PDF|<\?xml"
 NUMBER = (int, float, type(None))
 # What the JSON files must hold, see files.misfit. First, of eval.py's results on a text, the fields that are used here.
 TEXT_RESULT = {"ppl": (int, float), **dict.fromkeys(

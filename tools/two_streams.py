@@ -14,11 +14,10 @@ import matplotlib.pyplot as plt
 import torch
 
 import ops
-from files import check_file
+from files import PICTURE, check_file
 
 out = "assets/two_streams.png"          # the picture
 
-PICTURE = rb"\x89PNG|%PDF|<\?xml"
 CLEAN, NOISY, GREY = "#4477aa", "#ee7733", "#999999"
 K, L = 4, 4                             # blocks of a sequence, tokens of a block
 
