@@ -318,7 +318,7 @@ def full_sequence_rows(model, new_engine, b, ladder):
             median, row["spread"], first = measure(step, model.embed.weight.device)
             about["capture_s"] += max(0, first - median)
             row.update(about, tok_per_s=b * engine.block.tokens_per_step / median)
-        engine = None                                  # frees its memory before the next
+        engine = None                                   # frees its memory before the next
         yield row
 
 

@@ -224,7 +224,7 @@ def score_rows(model, cache, rows, nll):
     i = [i for i, n in enumerate(counts) for _ in range(n)]
     at, target = [x for _, row in rows for x in row.at], [x for _, row in rows for x in row.target]
     nats, _ = masked_cross_entropy(model, hidden[i, at], torch.tensor(target, device=dev))     # (scored tokens,)
-    for (_, row), part in zip(rows, nats.split(counts)):
+    for (_, row), part in zip(rows, nats.double().cpu().split(counts)):
         nll[row.choice] += row.weight * part.sum().item()
 
 

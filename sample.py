@@ -181,7 +181,7 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
     for k in range(n_blocks):
         if k:
             block_engine.commit(x0)
-        x0 = block_engine.decode(active, n_masked, on_step)                   # (b, l), no mask left
+        x0 = block_engine.decode(active, n_masked, on_step)                    # (b, l), no mask left
         finished = x0.cpu()                             # waits for the device; with graphs, the only wait in a block
         for i, row in enumerate(rows):
             # The first block begins with the end of the prompt: only tokens from `n_old` on are new. A row that has
