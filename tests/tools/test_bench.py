@@ -28,7 +28,7 @@ def last_line(capsys):
 
 
 def test_train_ends_in_one_json_line_and_writes_the_same(capsys, tmp_path):
-    bench.main(["train", "--only=laptop", f"--out={tmp_path / 'train.json'}", *QUICK])
+    bench.main(["train", "--only=config/laptop.py", f"--out={tmp_path / 'train.json'}", *QUICK])
     result = last_line(capsys)
     row, = result["rows"]
     assert result["hardware"].keys() == result["after"].keys() and result["kernels"] == "kernels: plain"
