@@ -18,7 +18,7 @@ def test_mamba_layers_read_131072_tokens_alike_in_chunks_of_any_size():
                        block_len=256, chunk_len=64)
     model.layers, logits = model.layers[1:], []
     tokens = torch.randint(0, 22, (1, LONG + 256), generator=torch.Generator().manual_seed(3))
-    for dtype, chunk in ((torch.float32, 768), (torch.float64, LONG)):
+    for dtype, chunk in ((torch.float32, 2816), (torch.float64, LONG)):
         cache = model.to(dtype).new_cache(1, LONG)
         model.prefill(tokens[:, :LONG], cache, chunk)
         assert int(cache.lengths) == LONG

@@ -104,7 +104,7 @@ def test_the_forward_scan_reads_what_came_before_and_the_reverse_scan_what_comes
 
 
 def test_rotated_queries_and_keys_meet_as_complex_numbers_turned_by_their_distance():
-    """Re(q conj(k) e^(i (m - n) f)), summed over channels: at the end of the rotary capacity as well as at its start."""
+    """Re(q conj(k) e^(i (m - n) f)), summed over channels, at the start and the end of the rotary capacity."""
     attention, (b, e, theta, m) = make_model("attention").layers[0].mixer, (2, 8, 10_000.0, 262_143)
     u = torch.randn(b, 16, dtype=torch.float64)[:, None].expand(b, 9, 16)      # nine times the same token
     for first in (0, m - 8):

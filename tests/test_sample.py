@@ -180,7 +180,7 @@ def test_first_hitting_visits_the_times_at_which_the_reverse_process_unmasks_tok
     xt[:, 0] = 1                                        # one of three is known: the block starts at t = 2/3
     unmask_all(xt, logits_fn, Sampler(list(range(n)), "first_hitting", mask_id=2))
     first, second = times
-    for uniform in ((first / (2 / 3)) ** 2, second / first):               # these powers of the ratios are uniform on (0, 1)
+    for uniform in ((first / (2 / 3)) ** 2, second / first):           # these powers of ratios are uniform on (0, 1)
         found = uniform.sort().values - (torch.arange(n) + 0.5) / n
         assert found.abs().max() < 2 / n ** 0.5         # Kolmogorov-Smirnov: beyond it once in 1,500 times
 

@@ -141,9 +141,13 @@ sys.exit(any("gloo" in name for name in threads))
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads the threads of a process from Linux's /proc")
 def test_no_thread_of_the_process_group_is_left_at_the_exit(tmp_path):
-    """Such a thread may need the interpreter while that shuts down, which aborts the process."""
+    """Such a thread may need the interpreter while that shuts down, which aborts the process. The two processes are new
+    ones: in a fork of this one, all modules have been imported already."""
     (tmp_path / "closed.py").write_text(CLOSED)
-    torchrun(tmp_path, str(tmp_path / "closed.py"), str(ROOT))
+    shared = dict(os.environ, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(free_port()))
+    ranks = [subprocess.Popen([sys.executable, tmp_path / "closed.py", ROOT], env=dict(shared, RANK=rank))
+             for rank in "01"]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
 
 
 def test_our_adamw_is_torchs_with_clipped_gradients_and_weight_decay_of_matrices_alone():
