@@ -366,8 +366,8 @@ def main():
         torch.cuda.reset_peak_memory_stats()                # of the measurement: the log reports the training's
         say(f"{flops / 1e12:.1f} TFLOP a step and GPU; MFU is of {ceiling / 1e12:.0f} TFLOP/s, measured")
     bad_steps, val_loss = 0, None                           # steps in a row that were not finite
-    started, first_step = time.time(), step                 # of this process, for the ETA
-    logged_at, logged_step = started, step                  # of the last line of the log
+    started = timed_at = logged_at = time.time()            # the run, the steps that give the ETA, the last line
+    first_step = timed_step = logged_step = step
     # If an interrupt cut off the validation of this step, it is made now. Only rank 0 knows the log.
     due = master and step and (step % eval_interval == 0 or step == max_iters) and step not in log.validated
     if parallel.sum([bool(due)])[0]:
@@ -403,8 +403,7 @@ def main():
             row = dict(step=step, loss=mean if mean is None else round(mean, 5), lr=lr, grad_norm=round(norm, 4),
                        ms=round(ms, 2), tok_per_s=round(1000 * batch_size * seq_len / ms), skipped=skipped,
                        memory=torch.cuda.max_memory_allocated() if dev.type == "cuda" else 0)
-            done = (step - first_step) / (max_iters - first_step)
-            eta = (now - started) * (1 - done) / done
+            eta = (now - timed_at) / (step - timed_step) * (max_iters - step)
             speed = f"{row['tok_per_s']:,} tok/s"
             if ceiling:
                 row["mfu"] = round(1000 * flops / ms / ceiling, 4)
@@ -422,6 +421,10 @@ def main():
                 raise ModelError(f"training ended in steps or weights that are not finite; lower learning_rate; "
                                  f"{last_checkpoint()}")
         logged_at += time.time() - paused                   # validating and saving do not count as training time
+        if step == first_step + 1:                          # speed and ETA are those of later steps
+            if ceiling:
+                say(f"the first step, in which kernels are compiled, took {paused - started:.0f} s")
+            timed_at, timed_step, logged_at, logged_step = time.time(), step, time.time(), step
         if stopping:
             say(f"stopped at step {step}; {last_checkpoint()}")
             end()

@@ -236,9 +236,9 @@ def test_where_nothing_can_be_written_the_error_names_the_flag(corpus, monkeypat
     assert status == 1 and "cannot be written" in error and error.endswith(advice)
 
 
-def test_a_line_of_the_log_counts_time_per_step_and_without_the_validations(corpus, tmp_path):
+def test_speed_and_eta_count_neither_the_first_step_nor_validations(corpus, tmp_path, capsys):
     def patch(module):
-        class Clock:                                    # a step takes 1 s, a validation 100 s
+        class Clock:                                    # the first step takes 1,000 s, others 1 s, a validation 100 s
             now = 0.0
             time = classmethod(lambda clock: clock.now)
 
@@ -248,10 +248,13 @@ def test_a_line_of_the_log_counts_time_per_step_and_without_the_validations(corp
                 return function(*args, **kwargs)
             return slow
         module.time = Clock
-        module.learning_rate_at = taking(1, module.learning_rate_at)
+        first = iter([999])                             # compiling
+        rate = module.learning_rate_at
+        module.learning_rate_at = lambda *args: taking(1 + next(first, 0), rate)(*args)
         module.nelbo_counts = taking(100, module.nelbo_counts)
-    run_train([*TINY, f"--data={corpus}", f"--out_dir={tmp_path}", "--max_iters=5", "--log_interval=3"], patch=patch)
-    assert [(r["step"], r["ms"]) for r in read_log(tmp_path) if "ms" in r] == [(3, 1000), (5, 1000)]
+    run_train([*TINY, f"--data={corpus}", f"--out_dir={tmp_path}", "--max_iters=63", "--log_interval=3",
+               "--eval_interval=60"], patch=patch)
+    assert {r["ms"] for r in read_log(tmp_path) if "ms" in r} == {1000} and "ETA 1:00\n" in capsys.readouterr().out
 
 
 def test_a_refused_setting_leaves_the_log_as_it_was_and_a_torn_line_is_dropped(corpus, tmp_path):
