@@ -8,7 +8,7 @@ BlockDiffusionLM.loss: all blocks at once, each masked token weighted by 1/t.
 Data order and noise are functions of (seed, step, row of the global batch). So a run that is resumed, or continues with
 another number of GPUs or another micro-batch size, stays the same run up to the order of summation.
 """
-from configurator import ConfigError, check, configure, mute, script, settings_of  # first: see quiet_interrupt
+from configurator import ConfigError, check, configure, mute, script, settings_of, tqdm  # first: see quiet_interrupt
 import contextlib
 import fcntl
 import functools
@@ -89,12 +89,6 @@ def learning_rate_at(step, peak, floor, warmup, total):
         return peak * (step + 1) / warmup
     done = (step - warmup) / max(total - warmup, 1)
     return floor + 0.5 * (peak - floor) * (1 + math.cos(math.pi * min(done, 1)))
-
-
-def duration(seconds):
-    """Seconds as m:ss or h:mm:ss."""
-    minutes, seconds = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}" if minutes >= 60 else f"{minutes}:{seconds:02d}"
 
 
 def plot_log(path, png):
@@ -198,6 +192,7 @@ def check_settings():
         log_interval=1, dist_timeout=1, init_std=0, embed_std=0),
         most=dict(batch_size=2 ** 20), above=dict(learning_rate=0), below=dict(beta1=1, beta2=1, seed=2 ** 32),
         choices=dict(dtype=("auto", "float32", "bfloat16"), tokenizer=(*VOCABULARY,)))
+    check(globals(), most=dict(min_lr=learning_rate))
     if warmup_iters < 0:
         warmup_iters = min(200, max_iters // 10)
     if warmup_iters >= max_iters:
@@ -409,7 +404,7 @@ def main():
                 row["mfu"] = round(1000 * flops / ms / ceiling, 4)
                 speed += f" | MFU {100 * row['mfu']:.1f} % | {row['memory'] / 2**30:.1f} GiB"
             say(f"{step:>6}/{max_iters} {'#' * int(20 * step / max_iters):<20} loss {mean or math.nan:.4f} | "
-                f"lr {lr:.2e} | grad {norm:.2f} | {ms:.0f} ms | {speed} | ETA {duration(eta)}")
+                f"lr {lr:.2e} | grad {norm:.2f} | {ms:.0f} ms | {speed} | ETA {tqdm.format_interval(eta)}")
             log.write(row)
             logged_at, logged_step, losses = now, step, []
         paused = time.time()
@@ -435,11 +430,11 @@ def main():
         end()
     n_bytes = int(val_data.sequence_bytes(seq_len, eval_sequences).sum())
     bpb = bits_per_byte(val_loss, val.numel(), n_bytes)
-    say(f"trained in {duration(time.time() - started)}; validation NELBO {val_loss:.4f} nats per token, "
+    say(f"trained in {tqdm.format_interval(time.time() - started)}; validation NELBO {val_loss:.4f} nats per token, "
         f"perplexity {math.exp(min(val_loss, 700)):.2f}, {bpb:.3f} bits per byte")
     if master and tokenizer == "bytes":
-        # Counts from at most the first 100M bytes: all of a large corpus would not fit in memory.
-        base = byte_baselines(train_data.sequences(min(train_data.n_tokens, 10 ** 8), 1), val)
+        # Counts from at most the first 20M bytes, for which they take 1 GB of memory.
+        base = byte_baselines(train_data.sequences(min(train_data.n_tokens, 2 * 10 ** 7), 1), val)
         say(f"baselines on the same text: byte bigram {base['bigram']:.3f}, "
             f"byte unigram {base['unigram']:.3f} bits per byte")
     if master and os.path.exists(log.path):

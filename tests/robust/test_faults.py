@@ -254,7 +254,7 @@ def test_speed_and_eta_count_neither_the_first_step_nor_validations(corpus, tmp_
         module.nelbo_counts = taking(100, module.nelbo_counts)
     run_train([*TINY, f"--data={corpus}", f"--out_dir={tmp_path}", "--max_iters=63", "--log_interval=3",
                "--eval_interval=60"], patch=patch)
-    assert {r["ms"] for r in read_log(tmp_path) if "ms" in r} == {1000} and "ETA 1:00\n" in capsys.readouterr().out
+    assert {r["ms"] for r in read_log(tmp_path) if "ms" in r} == {1000} and "ETA 01:00\n" in capsys.readouterr().out
 
 
 def test_a_refused_setting_leaves_the_log_as_it_was_and_a_torn_line_is_dropped(corpus, tmp_path):

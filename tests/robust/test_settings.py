@@ -177,8 +177,8 @@ def test_attention_only_models_need_no_geometry_of_mamba():
     (["--dtype=bf16"], "one of auto, float32, bfloat16"),
     (["--kernels=triton"], "kernels must be one of auto, torch, mamba_ssm, but is 'triton'"),
     (["--batch_size=0"], "batch_size must be at least 1, but is 0"), (["--grad_clip=-1"], "at least 0"),
-    (["--learning_rate=0"], "above 0"), (["--beta1=1"], "below 1"), (["--seed=-1"], "at least 0"),
-    (["--log_interval=0"], "at least 1"), (["--out_dir="], "name a folder")])
+    (["--learning_rate=0"], "above 0"), (["--min_lr=1"], "min_lr must be at most"), (["--beta1=1"], "below 1"),
+    (["--seed=-1"], "at least 0"), (["--log_interval=0"], "at least 1"), (["--out_dir="], "name a folder")])
 def test_settings_that_contradict_each_other_are_refused(corpus, tmp_path, argv, message):
     with pytest.raises(ConfigError, match=message):
         run_train(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", *argv])
