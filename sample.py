@@ -405,9 +405,7 @@ class Printer:
         time.sleep(0.02)                                # so that the eye can follow
 
     def progress(self, done):
-        seconds = max(time.time() - self.started, 1e-6)
-        return (f"[{done}/{self.total} tokens, {done / seconds:.1f} tokens/s, "
-                f"ETA {seconds * (self.total / max(done, 1) - 1):.0f} s]")
+        return tqdm.format_meter(done, self.total, time.time() - self.started, unit=" tokens")
 
     def below(self, *lines):
         """Writes lines below the text and moves the cursor back to the end of the text."""

@@ -274,7 +274,7 @@ def test_what_is_drawn_under_the_text_on_a_terminal_leaves_the_text_alone(monkey
     printer.clear()
     drawn = sys.stderr.getvalue()
     assert drawn.count("\x1b7\x1b[B\r\x1b[J") == drawn.count("\x1b8") == 1 + watching
-    assert ("a\u2591" in drawn) == watching and "[2/8 tokens" in drawn
+    assert ("a\u2591" in drawn) == watching and "| 2/8 [" in drawn
     assert drawn.endswith("\x1b8\x1b[J") and capsys.readouterr().out == "ab"
 
 
