@@ -33,8 +33,8 @@ def test_rows_with_prompts_of_different_lengths_come_out_as_they_would_alone(nam
     """A row that has ended does not change while the others go on."""
     model, how = make_model(name), dict(decoder=decoder, threshold=0.3)
     # Without any known token, attention gives all masks the same probabilities: rounding would choose between them.
-    prompts = prompts_of(3, 11, 1 if decoder in ("confidence", "threshold") else 0, 24, 8)
-    together = generate_by(engine, model, prompts, 13, make_sampler(model, 5, **how))
+    prompts = prompts_of(3, 11, 1 if decoder in ("confidence", "threshold") else 0, 24)
+    together = generate_by(engine, model, prompts, 13, make_sampler(model, 4, **how))
     for i, prompt in enumerate(prompts):
         alone = generate(model, [prompt], 13, make_sampler(model, 1, seed=5 + i, **how))
         assert torch.equal(together.tokens[i], alone.tokens[0])
