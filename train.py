@@ -433,7 +433,7 @@ def main():
     say(f"trained in {tqdm.format_interval(time.time() - started)}; validation NELBO {val_loss:.4f} nats per token, "
         f"perplexity {math.exp(min(val_loss, 700)):.2f}, {bpb:.3f} bits per byte")
     if master and tokenizer == "bytes":
-        # Counts from at most the first 20M bytes, for which they take 1 GB of memory.
+        # Counts from at most the first 20M bytes, which takes 0.5 GB of memory.
         base = byte_baselines(train_data.sequences(min(train_data.n_tokens, 2 * 10 ** 7), 1), val)
         say(f"baselines on the same text: byte bigram {base['bigram']:.3f}, "
             f"byte unigram {base['unigram']:.3f} bits per byte")
