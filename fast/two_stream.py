@@ -32,7 +32,7 @@ def has_flash():
     """Whether flash-attn-4 is installed, in version LEAST_FLASH or later. A test of the module would not do: flash-attn
     2 has a flash_attn.cute too."""
     try:
-        return TorchVersion(importlib.metadata.version("flash-attn-4")) >= LEAST_FLASH     # compares any versions
+        return TorchVersion(importlib.metadata.version("flash-attn-4")) >= LEAST_FLASH     # parses any version
     except importlib.metadata.PackageNotFoundError:
         return False
 
