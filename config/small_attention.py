@@ -1,4 +1,4 @@
-# Full-sequence attention (MDLM), small: one of the four models that config/sweep/novels.py compares.
+# Full-sequence attention (MDLM), small.
 
 out_dir = "out/small_attention"
 data = "data/novels"

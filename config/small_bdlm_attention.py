@@ -1,4 +1,4 @@
-# BDLM attention, small: one of the four models that config/sweep/novels.py compares.
+# BDLM attention, small.
 
 out_dir = "out/small_bdlm_attention"
 data = "data/novels"

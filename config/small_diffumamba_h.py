@@ -1,4 +1,4 @@
-# Full-sequence DiffuMamba-H, small: one of the four models that config/sweep/novels.py compares.
+# Full-sequence DiffuMamba-H, small.
 
 out_dir = "out/small_diffumamba_h"
 data = "data/novels"

@@ -1,4 +1,4 @@
-# BDLM Mamba-H (block partial reverse), small: one of the four models that config/sweep/novels.py compares.
+# BDLM Mamba-H (block partial reverse), small.
 
 out_dir = "out/small_mamba_h"
 data = "data/novels"

@@ -1,9 +1,9 @@
 """
 Trains and evaluates many runs on the GPUs of one machine and compares them in a table and a picture. For example: the
-paper's grid of four models and five learning rates (tab:validation-87m-full), or the models and ablations on novels.
+paper's grid of four models and five learning rates (tab:validation-87m-full), or the models and ablations on a laptop.
 
     python -m tools.sweep config/sweep/87m.py           # the paper's grid: 100B tokens
-    python -m tools.sweep config/sweep/novels.py        # minutes; needs data/novels
+    python -m tools.sweep config/sweep/laptop.py        # an hour and a half on two cores
     python -m tools.sweep --draw=FILE.json,FILE2.json   # only tables and picture of finished sweeps; the files after
                                                         # the first are repetitions, drawn thin and hollow
 
@@ -78,12 +78,15 @@ class Run:
     def __init__(self, line):
         self.error = ""
         self.file, *own = words_of(line) or [""]
-        self.base = os.path.splitext(os.path.basename(self.file))[0]
-        self.name = " ".join([self.base, *own])
+        file = os.path.splitext(os.path.basename(self.file))[0]
+        self.name = " ".join([file, *own])
         self.folder = os.path.join(out_dir, re.sub(r"[^\w.+-]", "-", self.name.replace(" ", "+")))
         words = {word.partition("=")[0]: word for word in [*words_of(train_settings), *own]}
         self.words = [self.file, *(f"--{word}" for word in words.values())]
-        self.settings = configure(settings_of(vars(train)), self.words)
+        self.settings = s = configure(settings_of(vars(train)), self.words)
+        # Runs are compared by `base`: their config file and, if its name does not say it, their model.
+        model = list(MODELS)[2 * (s["block_len"] < s["seq_len"]) + (s["attn_every"] > 1)]
+        self.base = file if model_in(file) == model else f"{file} {model}"
 
     def path(self, name):
         return os.path.join(self.folder, name)
@@ -161,6 +164,11 @@ class Run:
             lines = [line.strip() for line in f if line.strip()] or ["it printed nothing"]
         said = [line for line in lines if line.startswith(f"{script}.py: ")] or lines
         return f"{self.name}: {script}.py ended with status {status}: {said[-1]} ({f.name})"
+
+
+def model_in(base):
+    """The key of MODELS that the last word of a base contains. The longest: diffumamba_h contains mamba_h. Else ""."""
+    return max((model for model in MODELS if model in base.rpartition(" ")[2]), key=len, default="")
 
 
 def words_of(text):
@@ -294,13 +302,13 @@ def score(row):
 
 
 def best_of(results):
-    """The best row of each config file, {base: row}."""
+    """The best row of each base, {base: row}."""
     return {r["base"]: min((other for other in results if other["base"] == r["base"]), key=score)
             for r in results}
 
 
 def show(results):
-    """The table; * marks the best row of each config file."""
+    """The table; * marks the best row of each base."""
     best, columns = best_of(results), []
     for header, (key, form) in COLUMNS.items():
         flat = [{**r.get("eval", {}), **r, "train_loss": r["points"][-1]["train"] if r["points"] else None}
@@ -369,9 +377,9 @@ def curves(ax, groups, looks, x_of, names):
 
 def picture(results, path, repetitions=()):
     """
-    Validation and training loss over tokens and over time, for each config file's runs without extra settings, or
-    else its best run. Below, the perplexity of evaluated runs, ± its standard error. The first seed is drawn thick and
-    filled; other seeds, and the runs of `repetitions` (results of other sweeps), thin and hollow.
+    Validation and training loss over tokens and over time, for each base: of its runs with the fewest settings, the
+    best one and its other seeds. Below, the perplexity of evaluated runs, ± its standard error. The first seed is
+    drawn thick and filled; other seeds, and the runs of `repetitions` (results of other sweeps), thin and hollow.
     """
     import matplotlib
     matplotlib.use("Agg")
@@ -379,13 +387,14 @@ def picture(results, path, repetitions=()):
     from matplotlib.ticker import LogLocator
 
     every, groups = [*results, *(r for rows in repetitions for r in rows)], {}
-    kinds = {r["base"]: max((k for k in MODELS if k in r["base"]), key=len, default="") for r in every}
+    kinds = {r["base"]: model_in(r["base"]) for r in every}
     looks = {base: MODELS[kind] if list(kinds.values()).count(kind) == 1 and kind else (
         base, MODELS[kind][1] if kind else f"C{i}") for i, (base, kind) in enumerate(kinds.items())}
     for r in every:
         groups.setdefault(without_seed(r["name"]), []).append(r)
-    main_groups = {base: groups[without_seed(r["name"])] for base, r in best_of(results).items()}
-    main_groups.update((base, groups[base]) for base in kinds if base in groups)
+    n_settings = lambda r: len(without_seed(r["name"]).split())
+    fewest = [r for r in every if n_settings(r) == min(n_settings(o) for o in every if o["base"] == r["base"])]
+    main_groups = {base: groups[without_seed(r["name"])] for base, r in best_of(fewest).items()}
     axes = {"million tokens": lambda r, step: step * r["tokens"] / r["steps"] / 1e6}
     if all(r.get("tok_per_s") for r in every):
         axes["minutes of training"] = lambda r, step: step * r["tokens"] / r["steps"] / r["tok_per_s"] / 60
@@ -431,7 +440,7 @@ def train_and_evaluate():
     every = [Run(line) for line in runs]
     names = [run.folder for run in every]
     if not names:
-        raise ConfigError("there are no runs; name a file that lists some, such as config/sweep/novels.py")
+        raise ConfigError("there are no runs; name a file that lists some, such as config/sweep/laptop.py")
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"two runs would write {twice.pop()}; give them different settings")
     for run in every:

@@ -204,6 +204,14 @@ def test_repetitions_are_drawn_beside_a_sweep(swept, tmp_path, capsys):
     run(f"--draw={swept[0]}/sweep.json,{tmp_path}/again.json", f"--figure={tmp_path}/both.png")
 
 
+def test_settings_that_make_another_model_give_it_a_name_and_a_colour_of_its_own(config):
+    bases = [sweep.Run(f"{config} {more}").base for more in ("", "learning_rate=1", "attn_every=1", "block_len=32",
+                                                            "attn_every=1 block_len=32")]
+    models = ["mamba_h", "mamba_h", "bdlm_attention", "diffumamba_h", "attention"]
+    assert bases == ["tiny_mamba_h"] * 2 + [f"tiny_mamba_h {model}" for model in models[2:]]
+    assert [sweep.model_in(base) for base in bases] == models
+
+
 def test_of_settings_given_twice_the_later_wins_and_values_may_hold_spaces(config):
     configure(vars(sweep), ["--train_settings=max_iters=9 'data=my texts' learning_rate=1"])
     one = sweep.Run(f"{config} learning_rate=5e-4")
@@ -216,7 +224,7 @@ def test_of_settings_given_twice_the_later_wins_and_values_may_hold_spaces(confi
         sweep.Run(f"{config} sead=1")
 
 
-@pytest.mark.parametrize("name, n_runs", [("87m", 20), ("novels", 11), ("web_87m", 24)])
+@pytest.mark.parametrize("name, n_runs", [("87m", 20), ("laptop", 29), ("web_87m", 24)])
 def test_the_sweeps_of_config_name_configs_and_settings_that_exist(name, n_runs, monkeypatch):
     monkeypatch.chdir(ROOT)
     configure(vars(sweep), [f"config/sweep/{name}.py"])
