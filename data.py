@@ -2,7 +2,6 @@
 
 A prepared folder holds, for each split,
   train_00000.bin, ...   shards: a header, then uint16 tokens. Each document is followed by end-of-text.
-  train_docs.bin         a table with one row for each document: its tokens and its UTF-8 bytes
 and meta.json, which is written last: a folder without it is unfinished. A folder of question sets
 holds one <task>.jsonl for each task instead.
 
@@ -154,22 +153,22 @@ def append(path, size, data, header=b""):
 
 
 class SplitWriter:
-    """Appends documents to one split's shards and document table.
+    """Appends documents to one split's shards.
 
     Its whole state is three counts: tokens, documents and UTF-8 bytes. The length of each file
-    follows from them, so a writer that starts from the counts of an earlier save() continues there
+    follows from the first, so a writer that starts from the counts of an earlier save() continues there
     and overwrites anything later. The same documents always give the same files.
     """
 
     def __init__(self, out, split, shard_tokens=SHARD_TOKENS, tokens=0, documents=0, utf8_bytes=0):
         self.out, self.split, self.shard_tokens = Path(out), split, shard_tokens
         self.tokens, self.documents, self.utf8_bytes = tokens, documents, utf8_bytes
-        self.pending, self.rows, self.n_pending = [], [], 0
+        self.pending, self.sizes, self.n_pending = [], [], 0
 
     def add(self, tokens, utf8_bytes):
         """Adds one document, end-of-text included, to those that the next save() writes."""
         self.pending.append(tokens)
-        self.rows.append((len(tokens), utf8_bytes))
+        self.sizes.append(utf8_bytes)
         self.n_pending += len(tokens)
 
     def save(self):
@@ -186,12 +185,9 @@ class SplitWriter:
             body = part if filled else header.tobytes() + part.tobytes()        # a new file has no header yet
             append(self.out / f"{self.split}_{shard:05d}.bin", size, body, header)
             n_written += len(part)
-        if self.rows:
-            rows = np.array(self.rows, "<u4")
-            append(self.out / f"{self.split}_docs.bin", 8 * self.documents, rows)
-            self.documents += len(rows)
-            self.utf8_bytes += int(rows[:, 1].sum())
-        self.tokens, self.pending, self.rows, self.n_pending = n_written, [], [], 0
+        self.documents += len(self.sizes)
+        self.utf8_bytes += sum(self.sizes)
+        self.tokens, self.pending, self.sizes, self.n_pending = n_written, [], [], 0
         return self.counts()
 
     def counts(self):
@@ -424,11 +420,13 @@ class TokenData:
         return torch.from_numpy(out)
 
     def sequences(self, seq_len, count=None):
-        """The first `count` windows, in order: int64 (n, seq_len). All of them if count is None, 0 or too large."""
+        """`count` windows, spread evenly over the split and in order: int64 (n, seq_len). All of them if count is None,
+        0 or too large."""
         if count and count < 0:
             raise DataError(f"there are no {count} sequences: ask for 1 or more, or 0 for all")
-        n = min(self.n_windows(seq_len), count or sys.maxsize)
-        return torch.from_numpy(self._read(0, n * seq_len)).view(n, seq_len)
+        windows = self.n_windows(seq_len)
+        n = min(windows, count or windows)
+        return torch.from_numpy(np.stack([self._read(i * windows // n * seq_len, seq_len) for i in range(n)]))
 
     def sequence_bytes(self, seq_len, count=None):
         """UTF-8 bytes of source text in each window of `sequences`: int64 (n,).
@@ -438,10 +436,6 @@ class TokenData:
         """
         sizes = torch.from_numpy(token_bytes(self.meta["tokenizer"]))
         return sizes[self.sequences(seq_len, count)].sum(1)
-
-    def documents(self):
-        """Every document's tokens (end-of-text included) and UTF-8 bytes: uint32 (documents, 2)."""
-        return np.fromfile(self.path / f"{self.split}_docs.bin", "<u4").reshape(-1, 2)
 
 
 def bits_per_byte(nats_per_token, n_tokens, n_bytes):

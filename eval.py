@@ -17,6 +17,7 @@ masked, because nothing is known of them.
 from configurator import ConfigError, check, check_names, configure, script  # first: see quiet_interrupt
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -39,7 +40,7 @@ from parallel import Parallel, hardware, pick_dtype, select_kernels
 checkpoint = ["out/ckpt.pt"]            # files, folders or hf://owner/name, separated by commas
 # perplexity
 data = []                               # prepared folders; []: that of the training, but none if mcqa is set
-sequences = 256                         # how many sequences, from the start of the validation split
+sequences = 256                         # how many sequences, spread evenly over the validation split; 0: all
 seq_len = 0                             # tokens of a sequence; 0: as in training, 8192 in the paper
 mc = 1                                  # noise (Monte Carlo) samples per sequence; with score=nelbo also per answer
 stratified = False                      # sample j draws t from the j-th of mc equal parts of its range
@@ -59,7 +60,7 @@ dist_timeout = 300                      # seconds after which a collective that 
 # ---------------------------------------------------------------------------------------------
 
 TABLES = {                              # part of a result: the columns of its table, each as figure:decimals
-    "text": "ppl:2 bpb:4 acc:2 nelbo:4 nelbo_se_noise:4 bytes_per_token:3 documents tokens tok_per_s:0",
+    "text": "ppl:2 bpb:4 acc:2 nelbo:4 nelbo_se_noise:4 bytes_per_token:3 tokens tok_per_s:0",
     "mcqa": "acc:2 acc_per_token:2 chance:2 majority:2 uniform:2 questions tokens cut tok_per_s:0",
 }
 
@@ -123,9 +124,8 @@ def evaluate_text(model, tokenizer, folder, parallel, autocast):
     counts, n_bytes = gather(parallel, counts), text.sequence_bytes(s, sequences).numpy()
     seconds = time.time() - started
     figures = nelbo_figures(counts, np.full(len(x), s), n_bytes)
-    ends = x == tokenizer.eot_token
-    return dict(figures, seq_len=s, documents=int(ends.sum()) + int(not ends[-1, -1]),  # the last may have no end
-                seconds=seconds, tok_per_s=x.numel() * mc / seconds)
+    return dict(figures, seq_len=s, sha256=hashlib.sha256(x.numpy()).hexdigest(), seconds=seconds,
+                tok_per_s=x.numel() * mc / seconds)
 
 
 # -- answers ----------------------------------------------------------------------------------
@@ -418,7 +418,7 @@ def print_paper_table(results):
 
 def check_settings():
     """Raises ConfigError or DataError, before any work, for settings that cannot work."""
-    check(globals(), least=dict(sequences=1, mc=1, batch_size=1, seq_len=0, limit=0, seed=0, dist_timeout=1),
+    check(globals(), least=dict(sequences=0, mc=1, batch_size=1, seq_len=0, limit=0, seed=0, dist_timeout=1),
           choices=dict(score=("pll", "nelbo"), dtype=("auto", "float32", "bfloat16")))
     check_names(globals(), "checkpoint", "data", "tasks")
     if not checkpoint:

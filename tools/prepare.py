@@ -139,8 +139,6 @@ def document_text(raw, name):
         raise ValueError('no "text"')
     if not text:
         raise ValueError("an empty document")
-    if len(raw) >= 2 ** 32:                         # the table of documents holds sizes as uint32
-        raise ValueError("a document of 4 GiB or more")
     return text.removeprefix("\ufeff").replace("\r\n", "\n")
 
 

@@ -111,11 +111,10 @@ def compare():
     judge_model, tokenizer, about_judge = evaluation.open_checkpoint(judge, dev)
     judge_model, sizes = cast_for_inference(judge_model, half), token_bytes(tokenizer.name)
     val = TokenData(data or about_judge["data"], "val", tokenizer.name)
-    every = val.sequences(prompt_len + length)
-    if len(every) < n_prompts:
-        raise ConfigError(f"the validation text has {len(every)} pieces of {prompt_len + length} tokens, but n_prompts "
+    windows = val.sequences(prompt_len + length, n_prompts)
+    if len(windows) < n_prompts:
+        raise ConfigError(f"the validation text has {len(windows)} pieces of {prompt_len + length} tokens, but n_prompts "
                           f"is {n_prompts}; lower n_prompts")
-    windows = every[torch.linspace(0, len(every) - 1, n_prompts).round().long()]
     opened = [(path, *evaluation.open_checkpoint(path, dev)) for path in checkpoints]
     for path, model, theirs, _ in opened:
         if model.config.full_sequence or theirs.name != tokenizer.name:

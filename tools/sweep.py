@@ -56,7 +56,7 @@ TEXT_RESULT = {"ppl": (int, float), **dict.fromkeys(
     "nelbo nelbo_se nelbo_se_noise ppl_se bpb acc acc_se tokens samples".split(), NUMBER)}
 REPORT = {"results": [{"parameters": int, "text": {"*": {**TEXT_RESULT, "nats": [(int, float)]}}}]}
 ROW = {"name": str, "base": str, "points": [{"step": int, "val": (int, float), "train": NUMBER}], "?error": str,
-       "?eval": TEXT_RESULT, "?nats": [(int, float)], "tokens": int, "steps": int,
+       "?eval": TEXT_RESULT, "?nats": [(int, float)], "?text": (str, type(None)), "tokens": int, "steps": int,
        **dict.fromkeys(("?learning_rate", "?tok_per_s", "?parameters", "?val_loss"), NUMBER)}
 RESULTS = {"runs": lambda rows: rows and not misfit(rows, [ROW])}           # the form of the JSON table
 EVALUATION = 100                        # in the progress bar an evaluation counts as this many steps
@@ -144,7 +144,7 @@ class Run:
         if self.state.get("evaluated") == eval_settings and not misfit(record, REPORT):
             for result in record["results"]:
                 for figures in result["text"].values():
-                    return dict(parameters=result["parameters"], nats=figures["nats"],
+                    return dict(parameters=result["parameters"], nats=figures["nats"], text=figures.get("sha256"),
                                 eval={k: figures[k] for k in TEXT_RESULT})
 
     def command(self, script):
@@ -326,19 +326,20 @@ def without_seed(name):
 def differences(results):
     """
     Ranks the runs by NELBO and compares each with the next worse one: [dict], in nats per token. Runs that differ only
-    in their seed are averaged. All models are evaluated on the same sequences, so the standard error over text is that
-    of paired differences. The standard error over seeds needs at least two seeds of each.
+    in their seed are averaged. The standard error over text is that of paired differences, so models that were not
+    evaluated on the same sequences are not compared. The standard error over seeds needs at least two seeds of each.
     """
-    groups = {}
+    groups, texts = {}, {}
     for r in results:
         if r.get("nats") and r.get("eval"):
             tokens = r["eval"]["tokens"] / len(r["nats"])       # of a sequence
             groups.setdefault(without_seed(r["name"]), []).append(np.array(r["nats"]) / tokens)
+            texts.setdefault(without_seed(r["name"]), set()).add((len(r["nats"]), r.get("text")))
     order = sorted(groups, key=lambda name: np.mean(groups[name]))
     rows = []
     for better, worse in zip(order, order[1:]):
-        a, b = np.array(groups[better]), np.array(groups[worse])               # (seeds, sequences)
-        if a.shape[1] == b.shape[1]:
+        if len(texts[better] | texts[worse]) == 1:
+            a, b = np.array(groups[better]), np.array(groups[worse])           # (seeds, sequences)
             paired = b.mean(0) - a.mean(0)
             seeds = math.sqrt(sum(x.mean(1).var(ddof=1) / len(x) for x in (a, b))) if min(len(a), len(b)) > 1 else None
             rows.append(dict(better=better, worse=worse, difference=paired.mean(), seeds=min(len(a), len(b)),

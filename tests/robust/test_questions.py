@@ -17,7 +17,8 @@ import eval as evaluation
 from checkpoint import save_checkpoint
 from configurator import UserError, configure
 from conftest import QUESTION, all_models, eval_record, make_model, module_of, script, write_rows
-from data import TASKS, DataError, encode_choices, get_tokenizer, load_questions, noise_generators, task_paths
+from data import (TASKS, DataError, TokenData, encode_choices, get_tokenizer, load_questions, noise_generators,
+                  task_paths)
 from eval import credit
 from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file
 from nelbo import masked_cross_entropy, sequence_nelbo
@@ -126,7 +127,8 @@ def test_everything_of_two_checkpoints_comes_as_tables_and_one_json_line(corpus,
         assert r["sha256"] == hashlib.sha256(open(path, "rb").read()).hexdigest()
         assert r["model"] == kind and r["tokenizer"] == "bytes"
         assert text["sequences"] == 20 and text["tokens"] == 20 * 32
-        assert 0 < text["bytes"] <= text["tokens"] and text["documents"] >= 1 and text["tok_per_s"] > 0
+        assert 0 < text["bytes"] <= text["tokens"] and text["tok_per_s"] > 0
+        assert text["sha256"] == hashlib.sha256(TokenData(corpus, "val").sequences(32, 20).numpy()).hexdigest()
         assert abs(text["nelbo"] - math.log(257)) < 3 * text["nelbo_se"]
         assert {f"{key}_se" for key in ("nelbo", "ppl", "bpb", "acc")} <= set(text)
         assert set(r["mcqa"]) == {*TASKS, "macro"} and r["mcqa"]["boolq"]["majority"] == 50

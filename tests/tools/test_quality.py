@@ -37,8 +37,7 @@ def test_every_model_and_decoder_is_a_row_beside_the_real_text(corpus, three, ca
     assert (three / "quality.png").read_bytes().startswith(b"\x89PNG")
     # 12 known tokens, 20 new ones, blocks of 8: 4 + 8 + 8 masks in 2 + 4 + 4 steps, and two commits.
     assert rows[0]["passes"] == pytest.approx((2 + 4 + 4 + 2) / 3) and rows[0]["tok_per_s"] > 0
-    windows = TokenData(corpus, "val", "bytes").sequences(32)
-    windows = windows[torch.linspace(0, len(windows) - 1, 5).round().long()]
+    windows = TokenData(corpus, "val", "bytes").sequences(32, 5)
     judge = evaluation.open_checkpoint(str(three / "judge"), "cpu")[0]
     nats = evaluation.score_answers(judge, [[pair] for pair in zip(windows[:, :12].tolist(), windows[:, 12:].tolist())],
                                     Parallel("cpu", 60), "nelbo", quality.seed, 2, 256)

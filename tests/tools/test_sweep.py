@@ -335,3 +335,4 @@ def test_differences_are_paired_by_sequence_and_seeds_are_one_entry(capsys):
     assert found["se_seeds"] == pytest.approx(((0.02 ** 2 + 0.04 ** 2) / 4) ** 0.5)
     sweep.show_differences(rows)
     assert "+0.1000" in capsys.readouterr().out
+    assert not sweep.differences([row("a", "a", 0.0) | dict(text="one"), row("b", "b", 0.1) | dict(text="another")])
