@@ -122,7 +122,7 @@ def load_checkpoint(path, *needed):
     return record
 
 
-def load_model(path, device="cpu", *needed):
+def load_model(path, device="cpu", *, needed=()):
     """Loads a checkpoint or an export. Returns the model, in evaluation mode on `device`, and the record. needed: see
     load_checkpoint."""
     record = load_checkpoint(path, *needed)
@@ -262,7 +262,7 @@ def export(checkpoint, to, dtype="float32"):
     if held := [name for name in EXPORT if os.path.lexists(os.path.join(to, name))]:
         raise ConfigError(f"{to} holds {held[0]} already, which would be lost; name another folder with --to")
     safetensors = need("safetensors.torch", to)
-    model, record = load_model(find_checkpoint(checkpoint), "cpu", "tokenizer", "step")
+    model, record = load_model(find_checkpoint(checkpoint), needed=("tokenizer", "step"))
     settings = {k: v for k, v in record.get("settings", {}).items() if k in ("data", "learning_rate")}
     weights = cast_for_inference(model, getattr(torch, dtype)).state_dict()
     weights = safetensors.save(weights, metadata=dict(format="pt"))                         # the bytes of the file

@@ -80,13 +80,15 @@ def fit(name, value, default, where):
     """Returns the value in the type of the setting's default. An int fits a float, a whole float fits an int, lists and
     tuples fit each other, and a default of None takes any value. Raises ConfigError for a value that does not fit."""
     given, due = type(value), type(default)
-    if default is None or given is due:
+    if default is None or given is due is not float:
         return value
-    if (given, due) == (int, float) or (given, due) == (float, int) and value.is_integer():
-        return due(value)                           # --max_iters=2e4 is 20000
+    if due is float and given in (int, float) and abs(value) <= sys.float_info.max:     # false for inf and NaN
+        return float(value)
+    if (given, due) == (float, int) and value.is_integer():
+        return int(value)                           # --max_iters=2e4 is 20000
     if given in (list, tuple) and due in (list, tuple):
         return due(value)
-    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list"}
+    kinds = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text", list: "a list"}
     wanted = kinds.get(due, f"a {due.__name__}")
     raise ConfigError(f"{where}: {name} takes {wanted} (default {default!r}), not {value!r}")
 
@@ -101,7 +103,7 @@ def parse_value(text, default):
     is_list = isinstance(default, (list, tuple))
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):               # a word, or the words of a list; `fit` refuses it for a number
+    except Exception:                               # a word, or the words of a list; `fit` refuses it for a number
         value = text.split(",") if is_list else text
     return [value] if is_list and not isinstance(value, (list, tuple)) else value
 

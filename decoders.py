@@ -120,8 +120,8 @@ class ActiveBlock:
 
         # A draw is a function of its position in the block and of `key`, each entry (b,):
         #   seed      of the row
-        #   offset    entries of `permutation` that earlier steps used. It grows by p in every step of every
-        #             decoder, so it also tells the draws of one step from those of another: it is their `step`.
+        #   offset    p times the number of steps so far. It indexes `permutation` and serves as the `step` of the
+        #             draws.
         #   begin     tokens of the row before this block. Without it, every block would get the same random numbers.
         # `start` and `reveal` write offset and begin in place, so `key` always holds the current ones.
         self.offset, self.begin = torch.zeros(2, b, dtype=torch.long, device=device)

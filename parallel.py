@@ -19,8 +19,8 @@ import subprocess
 
 import torch
 import torch.distributed as dist
-# Imported before the process group exists: the default arguments in this module would keep the group, and with it
-# gloo's threads, until the exit, where they now and then abort the process.
+# Imported before the process group exists. Functions of this module have the group as a default argument: if it existed
+# already, they would keep it, and gloo's threads would run until the exit and sometimes abort the process there.
 import torch.distributed.nn
 
 import ops

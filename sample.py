@@ -39,7 +39,7 @@ init = ""                               # "random": untrained weights of model_c
 model_config = ""                       # a file of config/ or its name, for --init=random
 prompt = ""                             # text to continue; empty: a new document
 prompt_file = ""                        # a UTF-8 file with the prompt
-suffix = ""                             # text after the generated tokens, which fill the gap between prompt and suffix
+suffix = ""                             # known text; the generated tokens fill the gap between prompt and suffix
 save_cache = ""                         # write the prompt's cache to this file
 load_cache = ""                         # continue from a cache that save_cache wrote; the prompt comes after its text
 length = 512                            # tokens to generate
@@ -350,8 +350,9 @@ def read_text(prompt, prompt_file):
 
 class Printer:
     """
-    Prints the prompt and then the generated text of the first row to stdout. If stderr is a terminal, it shows a bar
-    there while a long prompt is read, then a line of progress below the text and, with --watch, the active block.
+    Prints the prompt and then the generated text of the first row to stdout, and the other rows at the end. If stderr
+    is a terminal, it shows a bar there while a long prompt is read, then a line of progress below the text and, with
+    --watch, the active block.
     """
 
     def __init__(self, tokenizer, prompt, n_unread, n_known, total, mask_id):
@@ -363,6 +364,7 @@ class Printer:
         self.live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         # A character may end in a later block than it begins in: the bytes are kept until then.
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self.others = {}                                # for each row but the first its generated tokens
         self.bar = tqdm(desc="reading the prompt", total=n_unread, unit=" tokens", unit_scale=True, leave=False,
                         file=sys.stderr, delay=BAR_DELAY, mininterval=0.2 if self.live else 10, miniters=1)
 
@@ -385,6 +387,8 @@ class Printer:
         if row == 0:
             self.clear()
             print(self.utf8.decode(self.text(tokens)), end="", flush=True)
+        else:
+            self.others.setdefault(row, []).extend(tokens.tolist())
         self.below(self.progress(self.n_generated))
 
     def step(self, xt):
@@ -426,6 +430,13 @@ class Printer:
         if self.live:
             print("\x1b[J", end="", file=sys.stderr, flush=True)
 
+    def end(self):
+        """Call it at the end or after an interrupt. Ends the first row and prints what the others have."""
+        self.clear()
+        print(self.utf8.decode(b"", final=True))
+        for row, tokens in self.others.items():
+            print(f"\n--- sample {row + 1} ---\n{self.prompt}{self.tokenizer.decode(tokens)}")
+
 
 def main():
     check_settings()
@@ -450,7 +461,7 @@ def main():
     if save_cache:
         need_cache(c)
     model, new_engine = open_engine(engine, model, weight_dtype)
-    pace = f"threshold {threshold}" if decoder == "threshold" else f"{sampler.tokens_per_step} tokens a step"
+    pace = f"threshold {threshold}" if decoder == "threshold" else f"{min(sampler.tokens_per_step, l)} tokens a step"
     print(f"{n_params:,} parameters on {dev}, {kernels_line}, decoder {decoder}, {pace}, seed {seed}", file=sys.stderr)
 
     shown = tokenizer.decode(known[known != tokenizer.eot_token].tolist())
@@ -467,14 +478,11 @@ def main():
         out = generate(model, [tokens] * num_samples, length, sampler, new_engine,
                        tokenizer.eot_token if stop_at_eot else None, printer.block, on_step, prefix, printer.read,
                        suffix_tokens)
-    except KeyboardInterrupt:
-        printer.clear()
-        print(f"\nstopped after {printer.n_generated} tokens", file=sys.stderr)
-        sys.exit(130)
-    printer.clear()
-    print()
-    for i, row in enumerate(out.tokens[1:], 2):
-        print(f"\n--- sample {i} ---\n{shown}{tokenizer.decode(row[len(known):].tolist())}")
+    except (KeyboardInterrupt, SystemExit) as error:    # Ctrl-C, SIGTERM
+        printer.end()
+        print(f"stopped after {printer.n_generated} tokens", file=sys.stderr)
+        sys.exit(getattr(error, "code", 130))
+    printer.end()
     n_generated = sum(min(len(row) - len(known), length) for row in out.tokens)
     print(f"{n_generated} tokens in {out.seconds:.2f} s: {n_generated / out.seconds:.1f} tokens/s, "
           f"{out.forward_passes} forward passes, cache {out.cache_bytes / 2**20:.2f} MiB\n"
@@ -485,6 +493,6 @@ def main():
 if __name__ == "__main__":
     with script("sample.py"):
         sys.stdout.reconfigure(errors="replace")        # prints "?" where the terminal's encoding lacks a character
-        signal.signal(signal.SIGTERM, signal.default_int_handler)   # a kill ends it as Ctrl-C does
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # main prints what it has, as on Ctrl-C
         configure(globals())
         main()

@@ -54,7 +54,7 @@ detach_prefix = False                   # an ablation if true: block losses do n
 init_std = 0.1                          # of initial weights; the wide models of config/ take 0.02
 embed_std = 1.0                         # of the initial embedding
 # optimisation
-batch_size = 2                          # sequences per step, over all devices; on a CPU, small steps learn fastest
+batch_size = 2                          # sequences per step, over all devices; on a CPU a small batch learns faster
 micro_batch_size = 0                    # sequences a device holds at a time; 0: all of its share
 max_iters = 3500                        # training steps
 learning_rate = 2e-3                    # peak, after the warm-up
@@ -228,7 +228,8 @@ def continue_run(path, model, optimizer, settings, say):
         changed = [k for k, v in config.items() if record["config"].get(k) != v]
         raise ModelError(f"{path} was trained with another {', '.join(changed)}; use the same "
                          f"settings, or another out_dir")
-    watched = "seed batch_size data max_iters learning_rate warmup_iters min_lr weight_decay beta1 beta2 grad_clip"
+    watched = ("seed batch_size data max_iters learning_rate warmup_iters min_lr weight_decay beta1 beta2 grad_clip "
+               "eval_sequences eval_samples")
     if changed := [k for k in watched.split() if record["settings"].get(k) != settings[k]]:
         say(f"resuming with another {', '.join(changed)}; the result will not be that of an uninterrupted run")
     model.load_state_dict(record["model"])
@@ -361,8 +362,8 @@ def main():
         torch.cuda.reset_peak_memory_stats()                # of the measurement: the log reports the training's
         say(f"{flops / 1e12:.1f} TFLOP a step and GPU; MFU is of {ceiling / 1e12:.0f} TFLOP/s, measured")
     bad_steps, val_loss = 0, None                           # steps in a row that were not finite
-    started = timed_at = logged_at = time.time()            # the run, the steps that give the ETA, the last line
-    first_step = timed_step = logged_step = step
+    started = logged_at = time.time()                       # the run, the last line of the log
+    first_step = logged_step = step
     # If an interrupt cut off the validation of this step, it is made now. Only rank 0 knows the log.
     due = master and step and (step % eval_interval == 0 or step == max_iters) and step not in log.validated
     if parallel.sum([bool(due)])[0]:
@@ -398,7 +399,7 @@ def main():
             row = dict(step=step, loss=mean if mean is None else round(mean, 5), lr=lr, grad_norm=round(norm, 4),
                        ms=round(ms, 2), tok_per_s=round(1000 * batch_size * seq_len / ms), skipped=skipped,
                        memory=torch.cuda.max_memory_allocated() if dev.type == "cuda" else 0)
-            eta = (now - timed_at) / (step - timed_step) * (max_iters - step)
+            eta = ms / 1000 * (max_iters - step)
             speed = f"{row['tok_per_s']:,} tok/s"
             if ceiling:
                 row["mfu"] = round(1000 * flops / ms / ceiling, 4)
@@ -419,7 +420,7 @@ def main():
         if step == first_step + 1:                          # speed and ETA are those of later steps
             if ceiling:
                 say(f"the first step, in which kernels are compiled, took {paused - started:.0f} s")
-            timed_at, timed_step, logged_at, logged_step = time.time(), step, time.time(), step
+            logged_at, logged_step = time.time(), step
         if stopping:
             say(f"stopped at step {step}; {last_checkpoint()}")
             end()

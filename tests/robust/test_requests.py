@@ -262,6 +262,22 @@ def test_reading_a_long_prompt_shows_a_bar_and_can_be_stopped(monkeypatch, tmp_p
     assert sys.stderr.getvalue().endswith("stopped after 0 tokens\n")
 
 
+@pytest.mark.parametrize("stop, status", [(KeyboardInterrupt(), "130"), (SystemExit(143), "143")])
+def test_an_interrupt_loses_nothing_of_any_row(monkeypatch, capsys, stop, status):
+    """Not even the bytes of a character that is not whole."""
+    def interrupted(*args):
+        on_block = args[6]
+        for row, tokens in ((0, b"ab"), (1, b"xy\xc3"), (0, b"c\xc3"), (1, b"\xa9\xc3")):
+            on_block(row, torch.tensor([*tokens]))
+        raise stop
+    monkeypatch.setattr(sample, "generate", interrupted)
+    with pytest.raises(SystemExit, match=status):
+        run(monkeypatch, prompt="def ", num_samples=2)
+    printed, shown = capsys.readouterr()
+    assert printed == "def abc\ufffd\n\n--- sample 2 ---\ndef xy\u00e9\ufffd\n"
+    assert shown.endswith("\nstopped after 9 tokens\n")
+
+
 @pytest.mark.parametrize("watching", [False, True])
 def test_what_is_drawn_under_the_text_on_a_terminal_leaves_the_text_alone(monkeypatch, capsys, watching):
     """The cursor goes down, and back to where it was, and nothing is erased at or before that place."""

@@ -32,6 +32,7 @@ def test_lists_none_booleans_whole_floats_and_values_with_equals_signs():
     assert configure(space(tasks=[1]), ["--tasks=64"])["tasks"] == [64]
     assert configure(space(), ["--resume", "false"])["resume"] is False
     assert type(configure(space(), ["--learning_rate=1"])["learning_rate"]) is float
+    assert configure(space(), ["--checkpoint={[]:1}"])["checkpoint"] == "{[]:1}"
     assert configure(space(), ["--checkpoint=none"])["checkpoint"] is None
     assert configure(space(), ["--out_dir=none"])["out_dir"] == "none"      # a word like any other
     assert configure(space(), ["--out_dir=true"])["out_dir"] == "true"
@@ -43,6 +44,9 @@ def test_lists_none_booleans_whole_floats_and_values_with_equals_signs():
     (["--zzz=1"], "--help lists all settings"),
     (["--max_iters=many"], "takes a whole number"),
     (["--max_iters=1.5"], "takes a whole number"),
+    (["--max_iters={[]:1}"], "takes a whole number"),
+    (["--learning_rate=1" + "0" * 400], "takes a finite number"),
+    (["--learning_rate=1e400"], "takes a finite number"),
     (["--resume=1"], "true or false"),
     (["--max_iters"], "needs a value"),
     (["nowhere.py"], "does not exist"),
@@ -236,8 +240,8 @@ def test_a_short_run_warms_up_for_a_tenth_of_its_steps_if_no_warm_up_is_set(corp
 def test_resuming_with_other_settings_says_so_and_an_absent_device_is_a_sentence(corpus, tmp_path, capsys):
     argv = TINY + [f"--data={corpus}", f"--out_dir={tmp_path}/out"]
     run_train(argv)
-    run_train(argv + ["--resume", "--seed=2", "--max_iters=5"])
-    assert "resuming with another seed, max_iters" in capsys.readouterr().out
+    run_train(argv + ["--resume", "--seed=2", "--max_iters=5", "--eval_samples=1"])
+    assert "resuming with another seed, max_iters, eval_samples;" in capsys.readouterr().out
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     for name in ("cuda", "cuda:1", "cpu:1", "cpu:x", "gpu"):
