@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fast.triton_tools import differentiable, like, operator, rowwise, strides
+from fast.triton_tools import differentiable, like, operator, rowwise, sigmoid, strides
 
 # For each channel, out_i = silu(a_i) with a_i = bias + sum_j weight_j u_{i-w+1+j}; `initial` holds
 # the w - 1 columns before u_0. Memory bounds the kernels, so a program reads each value once: it
@@ -26,8 +26,8 @@ from fast.triton_tools import differentiable, like, operator, rowwise, strides
 # (groups of w positions in a piece, pieces in a program, warps), the fastest on an H200. The forward's
 # fastest grid axis is the channels, so programs that run together read neighbouring memory. Pieces / R
 # is a grid axis of at most 65,535, which allows 33 million positions.
-FORWARD, FORWARD_FEW, BACKWARD = (16, 8, 4), (1, 2, 1), (32, 8, 4)
-FEW = 4096  # up to this many positions do not fill a GPU; the shortest pieces are then the fastest
+FORWARD, FORWARD_FEW, BACKWARD = (8, 4, 4), (1, 2, 1), (32, 8, 4)
+FEW = 2048  # up to this many positions do not fill a GPU; the shortest pieces are then the fastest
 
 
 def check_row(u):
@@ -93,7 +93,7 @@ def conv_kernel(u, weight, bias, initial, out, rows, s, c, sur, sul, suw, sir, s
             us = us[1:] + (new[j].to(tl.float32),)
             a = b + weighted(w, us, W)
             tl.store((out + i * (sign * ways * c))[:, None] + kc[None, :],
-                     (a * tl.sigmoid(a)).to(out.dtype.element_ty), mask=ok & (i < s)[:, None])
+                     (a * sigmoid(a)).to(out.dtype.element_ty), mask=ok & (i < s)[:, None])
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def conv_back_step(u, dout, us, das, w, b, W: tl.constexpr):
     """Moves one position to the left, to i: `us` becomes u at i-w+1..i, and `das` becomes da at i+w-1..i."""
     us = (u.to(tl.float32),) + us[:W - 1]
     a = b + weighted(w, us, W)
-    sig = tl.sigmoid(a)
+    sig = sigmoid(a)
     return us, das[1:] + (dout.to(tl.float32) * (sig * (1 + a * (1 - sig))),)
 
 

@@ -21,7 +21,7 @@ import fast.scan as scan
 import ops
 from fast.conv import causal_conv_forward, conv_backward_into
 from fast.states import in_rows, row_states, scan_backward
-from fast.triton_tools import like, operator, rowwise, statewise
+from fast.triton_tools import like, operator, rowwise, sigmoid, statewise
 from model import Mamba2
 from ops import EPS
 
@@ -39,7 +39,7 @@ def gate(y, z, k, ok, d: tl.constexpr, eps):
     """Loads one token. -> y, z, sigmoid(z), g / rms(g), 1 / rms(g)"""
     yk = tl.load(y + k, mask=ok, other=0.0).to(tl.float32)
     zk = tl.load(z + k, mask=ok, other=0.0).to(tl.float32)
-    sig = tl.sigmoid(zk)
+    sig = sigmoid(zk)
     g = yk * zk * sig
     rstd = tl.rsqrt(tl.sum(g * g) / d + eps)
     return yk, zk, sig, g * rstd, rstd

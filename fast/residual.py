@@ -68,5 +68,5 @@ def add_norm(h, parts, power, bias, weight, shift):
     tokens = h.numel() // d
     add_norm_kernel[tokens,](
         h, parts, power, bias, weight, shift, out, normed, tokens, EPS, d=d,
-        P=P, heads=heads, D=triton.next_power_of_2(d), H=triton.next_power_of_2(heads), num_warps=8)
+        P=P, heads=heads, D=triton.next_power_of_2(d), H=triton.next_power_of_2(heads), num_warps=4)
     return out, normed

@@ -20,7 +20,8 @@ from torch import Tensor
 
 import fast.plain as plain
 import ops
-from fast.triton_tools import LOG2E, add_pairs, differentiable, dot, like, operator, rowwise, statewise, strides
+from fast.triton_tools import (LOG2E, add_pairs, differentiable, dot, like, operator, rowwise, sigmoid, statewise,
+                               strides)
 
 
 def fits(p, n):
@@ -62,8 +63,7 @@ def scan_row(s, block_len):
 #                      w (ways) and b (sequences). A last axis without a stride is contiguous, and so is a tensor
 #                      without strides.
 #     rows             rows per sequence, which tells where the initial state of a row lies: see `state_view`
-#     ways, way        scan directions: forward_kernel can run the forward and the reverse scan of a block at once
-#     power            the mean square over p of the gated y, from which the RMS norm after the scan is computed
+#     ways, way        scan directions: block_kernel runs the forward and the reverse scan of a block at once
 #     xq, bq, dtq      a chunk of x (q, p), of B (q, n), of dt (q,); xk, bk, dtk: the same in a loop over chunks k
 #     kn, kp           0..n-1 and 0..p-1
 #     chunk            a chunk's number among the all_chunks chunks of all rows; c is its number in its row
@@ -73,20 +73,16 @@ def scan_row(s, block_len):
 # q = 64 wastes nothing. A larger q does more work inside chunks and needs more registers than there are.
 TUNE = {
     "forward": dict(q=64, num_warps=4, num_stages=1),
+    "block": dict(q=64, num_warps=4, num_stages=1, maxnreg=168),  # three programs share a multiprocessor
     "walk": dict(q=64, num_warps=4, num_stages=3),
     "after": dict(q=64, num_warps=8, num_stages=3),
     "before": dict(q=64, num_warps=4, num_stages=3),
 }
-# forward_kernel runs tiles up to FEW (row, way, head) triples (assets/scan_variants.json) in rows of at most SHORT
-# tokens; else it walks.
-FEW, SHORT = 576, 1024
-
-
 def settings(kernel, x):
     """The launch settings of a kernel for x (..., p): TUNE, with exceptions for head dimensions, dtypes and GPUs."""
     how = TUNE[kernel]
-    # On an H200 with Triton 3.6, a walk's y was wrong with q = 64 at head dimensions 16 and 32.
-    if kernel == "forward" and x.shape[-1] != 64:
+    # On an H200 with Triton 3.6, y was wrong with q = 64 at head dimensions 16 and 32.
+    if kernel in ("forward", "block") and x.shape[-1] != 64:
         how = how | dict(q=32)
     if not x.is_cuda:
         return how
@@ -131,19 +127,9 @@ def softplus(u):
 
 
 @triton.jit
-def load_dt(dt, first, step, ok, stride, a_head, bias):
-    """Loads the step sizes of a chunk and one head. -> dt_i (q,), then a_i (q,) and its total a_q, in units of log 2.
-    If bias is not None, dt_i is softplus(stored value + bias)."""
-    dtq = tl.load(dt + first * stride + step * stride, mask=ok, other=0.0).to(tl.float32)
-    if bias is not None:
-        dtq = tl.where(ok, softplus(dtq + bias), 0.0)
-    log_decay = dtq * (a_head * LOG2E)
-    return dtq, tl.cumsum(log_decay), tl.sum(log_decay)
-
-
-@triton.jit
 def load_step_sizes(steps, chunk, all_chunks, head, h, q: tl.constexpr):
-    """The same as `load_dt`, read from the buffer (2, all_chunks, h, q) of `StepSizes.of`."""
+    """Loads the step sizes of a chunk and one head from the buffer of `StepSizes.of`. -> dt_i (q,), then a_i (q,) and
+    its total a_q, in units of log 2."""
     at = (chunk * h + head) * q
     a = steps + tl.cast(all_chunks, tl.int64) * h * q + at
     i = tl.arange(0, q)
@@ -168,119 +154,111 @@ def steps_kernel(dt, A, bias, steps, l, h, sdr, sdl, sdh, q: tl.constexpr, H: tl
 
 
 @triton.jit
-def first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n: tl.constexpr, stored=True):
-    """The state from which a row starts, transposed to (n, p). Zeros if s0 is None or `stored` is false. rows and the
-    strides: see `state_view`."""
+def first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n: tl.constexpr):
+    """The state from which a row starts, transposed to (n, p). Zeros if s0 is None. rows and the strides: see
+    `state_view`."""
     if s0 is not None:
-        at = s0 + row // rows * ssb + row % rows * ssr + head * ssh + kp[None, :] * n + kn[:, None]
-        return tl.load(at, mask=stored, other=0.0)
+        return tl.load(s0 + row // rows * ssb + row % rows * ssr + head * ssh + kp[None, :] * n + kn[:, None])
     else:
         return tl.zeros((kn.shape[0], kp.shape[0]), tl.float32)
 
 
 @triton.jit
-def tile_scores(cq, bk, a, ak, dtk, d_head, apart, q: tl.constexpr):
+def tile_scores(cq, bk, a, key, d_head, apart, q: tl.constexpr):
     """L_ij (C_i.B_j) dt_j of a tile of q queries i and a tile of q keys j that starts `apart` tokens earlier, and D
-    where i = j. a and ak count from the same token. -> (q, q)"""
+    where i = j. a is a_i, key is log2 dt_j - a_j, and both count from the same token. -> (q, q)"""
     i, j = tl.arange(0, q)[:, None] + apart, tl.arange(0, q)[None, :]
-    log_L = tl.where(i >= j, a[:, None] + (tl.log2(dtk) - ak)[None, :], float("-inf"))
+    log_L = tl.where(i >= j, a[:, None] + key[None, :], float("-inf"))
     return dot(cq, tl.trans(bk)) * tl.exp2(log_L) + tl.where(i == j, d_head, 0.0)
 
 
 @triton.jit
-def gated(yq, z, first, step, ok, stride, kp, power, power_stride):
-    """y silu(z) of a tile. Stores its mean square over p into `power`."""
-    zq = load2(z, first, step, ok, stride, kp).to(tl.float32)
-    yq *= zq * tl.sigmoid(zq)
-    tl.store(power + step * power_stride, tl.sum(yq * yq, 1) / kp.shape[0], mask=ok)
-    return yq
+def forward_kernel(x, steps, B, C, D, s0, y, final, l, h, sxr, sxl, sxh, sBr, sBl, sCr, sCl, rows, ssb, ssr, ssh,
+                   n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
+    """
+    The forward pass of the scan. One program has one (row, head) and walks the row chunk by chunk, with the state in
+    registers. Neighbouring programs are heads of one row, so they find their shared B and C in the L2 cache. y is
+    contiguous. `final` (r, h, p, n), if it is not None, gets the last states.
+    """
+    row, head = (tl.program_id(0) // h).to(tl.int64), tl.program_id(0) % h
+    kn, kp, chunks = tl.arange(0, n), tl.arange(0, p), tl.cdiv(l, q)
+    x, B, C, y = x + row * sxr + head * sxh, B + row * sBr, C + row * sCr, y + (row * l * h + head) * p
+    all_chunks, d_head = tl.num_programs(0) // h * chunks, tl.load(D + head)
+    s = first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n)
+    for c in range(chunks):
+        first, step, ok = place(c, l, q)
+        xq, bq = load2(x, first, step, ok, sxl, kp), load2(B, first, step, ok, sBl, kn)
+        cq = load2(C, first, step, ok, sCl, kn)
+        dtq, a, total = load_step_sizes(steps, row * chunks + c, all_chunks, head, h, q)
+        yq = dot(cq, s.to(cq.dtype)) * tl.exp2(a)[:, None]
+        yq = dot(tile_scores(cq, bq, a, tl.log2(dtq) - a, d_head, 0, q).to(xq.dtype), xq, yq)
+        store2(y + first * h * p, step, ok, h * p, kp, yq)
+        x_end = (xq * (dtq * tl.exp2(total - a))[:, None]).to(xq.dtype)
+        s = dot(tl.trans(bq), x_end, s * tl.exp2(total))
+    if final is not None:
+        tl.store(final + (row * h + head) * p * n + kp[None, :] * n + kn[:, None], s)
 
 
 @triton.jit
-def forward_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h,
-                   sxr, sxl, sxw, sxh, sdr, sdl, sdw, sdh, sBr, sBl, sBw, sCr, sCl, sCw,
-                   rows, ssb, ssr, ssh, szr, szl, szw, szh,
-                   n: tl.constexpr, p: tl.constexpr, q: tl.constexpr, ways: tl.constexpr, forward_only: tl.constexpr,
-                   walk: tl.constexpr):
+def column(u, k):
+    """Column k of u (q, T). Registers have no index, so it is a sum over a mask."""
+    return tl.sum(tl.where(tl.arange(0, u.shape[1])[None, :] == k, u, 0.0), 1)
+
+
+@triton.jit
+def block_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, l, h,
+                 sxr, sxl, sxw, sxh, sdr, sdl, sdw, sdh, sBr, sBl, sBw, sCr, sCl, sCw,
+                 rows, ssb, ssr, ssh, szr, szl, szw, szh, syr, syl, syw, syh, spr, spl, spw,
+                 n: tl.constexpr, p: tl.constexpr, q: tl.constexpr, T: tl.constexpr, ways: tl.constexpr):
     """
-    The forward pass of the scan, in one of two forms. With `walk`, one program has one (row, way, head) and walks the
-    row chunk by chunk, with the state in registers. Neighbouring programs are heads of one row, so they find their
-    shared B and C in the L2 cache.
+    The scan of one block in each row, for generation: y silu(z), and in `power` its mean square over p, from which the
+    RMS norm after the scan is computed. dt is the value before bias and softplus. Way 0 is the forward scan, from s0.
+    Way 1, if there are two ways, is the reverse scan: from zeros, from the last token of the row to the first. Its
+    pointers start at the last token, and its strides between positions are negative.
 
-    Without `walk`, for few rows, one program has one tile of q tokens. It does more work but waits for no other
-    program, because it attends to all tokens of the row up to its tile, with L_ij dt_j in place of a softmax. a_i and
-    L_ij count from the start of the row here:
+    One program has one of at most T tiles of q tokens of a (row, way, head). It waits for no other program, because it
+    attends to all tokens of the row up to its tile, with L_ij dt_j in place of a softmax. a_i and L_ij count from the
+    start of the row here:
         y_i = sum_{j<=i} L_ij (C_i.B_j) dt_j x_j + e^{a_i} C_i s0 + D x_i
-    If `final` is wanted, a program beyond the last tile walks the row for it.
-
-    Way 0 is the forward scan, from s0. Way 1, if there are two ways, is the reverse scan: from zeros, from the last
-    token of the row to the first. Its pointers start at the last token, and its strides between positions are negative.
-    With `forward_only` way 1 is not computed, and its y and power are zeros. With z, y becomes y silu(z), and `power`
-    (r, l, ways, h) gets the mean square of that. `final` (r, h, p, n) gets the last states of way 0.
     """
     head, way = tl.program_id(0) % h, tl.program_id(0) // h % ways
     row = (tl.program_id(0) // (h * ways)).to(tl.int64)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # without `walk` late tiles have most to do: they start first
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late tiles have most to do, so they start first
     kn, kp = tl.arange(0, n), tl.arange(0, p)
     end, sign = tl.cast(way, tl.int64) * (l - 1), 1 - 2 * way
     x += row * sxr + way * sxw + end * sxl + head * sxh
     dt += row * sdr + way * sdw + end * sdl + head * sdh
-    B += row * sBr + way * sBw + end * sBl
-    C += row * sCr + way * sCw + end * sCl
-    sxl, sdl, sBl, sCl = sxl * sign, sdl * sign, sBl * sign, sCl * sign
+    z += row * szr + way * szw + end * szl + head * szh
+    y += row * syr + way * syw + end * syl + head * syh
+    power += row * spr + way * spw + end * spl + head
+    B, C = B + row * sBr + way * sBw + end * sBl, C + row * sCr + way * sCw + end * sCl
     first, step, ok = place(tile, l, q)
-    out = ((row * l + end + sign * first) * ways + way) * h + head  # index of (row, first position, way, head)
-    if forward_only:
-        if way == 1:
-            store2(y + out * p, step, ok, sign * ways * h * p, kp, tl.zeros((q, p), tl.float32))
-            tl.store(power + out + step * (sign * ways * h), tl.zeros((q,), tl.float32), mask=ok)
-            return
-    a_head, d_head = tl.load(A + way * h + head), tl.load(D + way * h + head)
-    bias_head = tl.load(bias + way * h + head) if bias is not None else None
-    if z is not None:
-        z += row * szr + way * szw + end * szl + head * szh
-    if walk:
-        if tile > 0:
-            return  # tile 0 walks the whole row
-    elif tile * q < l:
-        cq = load2(C, first, step, ok, sCl, kn)
-        # The loop goes back from the tile itself, k = 0, to the start of the row. The exponent of L_ij is
-        # a_i (from the start of the tile) + gap (from the start of tile - k to the start of the tile)
-        # - ak_j (from the start of tile - k). So for tokens close to each other it is a difference of small numbers.
-        _, a, _ = load_dt(dt, first, step, ok, sdl, a_head, bias_head)
-        gap, yq = 0.0, tl.zeros((q, p), tl.float32)
-        for k in range(tile + 1):
-            first_k, step_k, ok_k = place(tile - k, l, q)
-            xk = load2(x, first_k, step_k, ok_k, sxl, kp)
-            bk = load2(B, first_k, step_k, ok_k, sBl, kn)
-            dtk, ak, total = load_dt(dt, first_k, step_k, ok_k, sdl, a_head, bias_head)
-            gap += tl.where(k > 0, total, 0.0)
-            scores = tile_scores(cq, bk, a, ak - gap, dtk, d_head, k * q, q)
-            yq = dot(scores.to(xk.dtype), xk, yq)
-        s = first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n, way == 0)
-        yq += dot(cq, s.to(cq.dtype)) * tl.exp2(a + gap)[:, None]
-        if z is not None:
-            yq = gated(yq, z, first, step, ok, szl * sign, kp, power + out, sign * ways * h)
-        store2(y + out * p, step, ok, sign * ways * h * p, kp, yq)
-        return
-    if walk or final is not None:
-        s = first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n, way == 0)
-        for k in range(tl.cdiv(l, q)):
-            first_k, step_k, ok_k = place(k, l, q)
-            xk = load2(x, first_k, step_k, ok_k, sxl, kp)
-            bk = load2(B, first_k, step_k, ok_k, sBl, kn)
-            dtk, ak, total = load_dt(dt, first_k, step_k, ok_k, sdl, a_head, bias_head)
-            if walk:
-                ck, out_k = load2(C, first_k, step_k, ok_k, sCl, kn), out + first_k * (sign * ways * h)
-                yk = dot(ck, s.to(ck.dtype)) * tl.exp2(ak)[:, None]
-                yk = dot(tile_scores(ck, bk, ak, ak, dtk, d_head, 0, q).to(xk.dtype), xk, yk)
-                if z is not None:
-                    yk = gated(yk, z, first_k, step_k, ok_k, szl * sign, kp, power + out_k, sign * ways * h)
-                store2(y + out_k * p, step_k, ok_k, sign * ways * h * p, kp, yk)
-            x_end = (xk * (dtk * tl.exp2(total - ak))[:, None]).to(xk.dtype)
-            s = dot(tl.trans(bk), x_end, s * tl.exp2(total))
-        if final is not None:
-            tl.store(final + (row * h + head) * p * n + kp[None, :] * n + kn[:, None], s)
+    cq = load2(C, first, step, ok, sCl * sign, kn)
+    zq = load2(z, first, step, ok, szl * sign, kp).to(tl.float32)  # loaded early, so that its use below need not wait
+
+    # The step sizes of the whole row: position i of tile t at (i, t). `a` counts from the start of each tile.
+    t = tl.arange(0, T)
+    at = tl.arange(0, q)[:, None] + q * t[None, :]
+    dts = tl.load(dt + at * (sdl * sign), mask=at < l, other=0.0).to(tl.float32)
+    dts = tl.where(at < l, softplus(dts + tl.load(bias + way * h + head)), 0.0)
+    log_decay = dts * (tl.load(A + way * h + head) * LOG2E)
+    a, totals, d_head = tl.cumsum(log_decay, 0), tl.sum(log_decay, 0), tl.load(D + way * h + head)
+    keys, a_tile, yq = tl.log2(dts) - a, column(a, tile), tl.zeros((q, p), tl.float32)
+    for k in range(tile + 1):
+        first_k, step_k, ok_k = place(k, l, q)
+        xk = load2(x, first_k, step_k, ok_k, sxl * sign, kp)
+        bk = load2(B, first_k, step_k, ok_k, sBl * sign, kn)
+        # The exponent of L_ij is a_i + gap - a_j, with the gap from the start of tile k to that of this tile. So for
+        # tokens close to each other it is a difference of small numbers.
+        gap = tl.sum(tl.where((t >= k) & (t < tile), totals, 0.0))
+        scores = tile_scores(cq, bk, a_tile + gap, column(keys, k), d_head, (tile - k) * q, q)
+        yq = dot(scores.to(xk.dtype), xk, yq)
+    if way == 0:
+        s = first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n)
+        yq += dot(cq, s.to(cq.dtype)) * tl.exp2(a_tile + tl.sum(tl.where(t < tile, totals, 0.0)))[:, None]
+    yq *= zq * sigmoid(zq)
+    tl.store(power + (first + step) * (spl * sign), tl.sum(yq * yq, 1) / p, mask=ok)
+    store2(y + first * (syl * sign), step, ok, syl * sign, kp, yq)
 
 
 @triton.jit
@@ -514,20 +492,16 @@ def walk(x, steps, B, s0=None, states=None, final=None, q=None, adjoint=False):
         *state_view(s0), n=B.shape[-1], p=p, ADJOINT=adjoint, **how)
 
 
-def forward(x, dt, bias, A, B, C, D, s0, y, z=None, power=None, final=None, forward_only=False):
-    """Runs forward_kernel, see its docstring. Shapes are those of `plain.ssd_scan_both`, but its axis of size 2 has the
-    size `ways`, 1 or 2. Writes into y, power and final."""
-    r, l, ways, h, p = x.shape
-    triples, how = r * (ways - forward_only) * h, settings("forward", x)
-    walks = triples > FEW or l > SHORT
-    if not walks and triples > 256 and x.is_cuda:  # with at most 168 registers, three programs share a multiprocessor
-        how = dict(maxnreg=168) | how
-    # With forward_only a walk needs the other programs too: they write zeros.
-    n_tiles = 1 if walks and not forward_only else triton.cdiv(l, how["q"]) + (final is not None)
-    forward_kernel[(r * ways * h, n_tiles)](
-        x, dt, bias, A, B, C, D, s0, z, y, power, final, l, h, *strides(x, 4), *strides(dt, 4),
-        *strides(B, 3), *strides(C, 3), *state_view(s0), *strides(z, 4), n=B.shape[-1], p=p,
-        ways=ways, forward_only=forward_only, walk=walks, **how)
+def scan_block(x, dt, bias, A, B, C, D, s0, z, y, power):
+    """Runs block_kernel, see its docstring. Shapes are those of `plain.ssd_scan_both`, but its axis of size 2 may have
+    size 1. Writes into y and power."""
+    (r, l, ways, h, p), how = x.shape, settings("block", x)
+    tiles = triton.cdiv(l, how["q"])
+    T = max(triton.next_power_of_2(tiles), 2)           # Triton 3.6 cannot compile T = 1
+    block_kernel[(r * ways * h, tiles)](
+        x, dt, bias, A, B, C, D, s0, z, y, power, l, h, *strides(x, 4), *strides(dt, 4), *strides(B, 3), *strides(C, 3),
+        *state_view(s0), *strides(z, 4), *strides(y, 4), *strides(power, 3), n=B.shape[-1], p=p,
+        T=T, ways=ways, **how)
 
 
 def room_for_final(x, B, wanted):
@@ -539,9 +513,11 @@ def room_for_final(x, B, wanted):
 
 def rows_forward(x, steps, B, C, D, s0, return_final=False):
     """`ssd_rows` without gradients. steps: StepSizes. -> y, and the last states, which are empty unless return_final"""
+    (r, l, h, p), how = x.shape, settings("forward", x)
     y, final = x.new_empty(x.shape), room_for_final(x, B, return_final)
-    forward(x[:, :, None], steps.dt[:, :, None], steps.bias, steps.A, B[:, :, None], C[:, :, None], D, s0, y,
-            final=final if return_final else None)
+    forward_kernel[(r * h,)](
+        x, steps.of(how["q"]), B, C, D, s0, y, final if return_final else None, l, h, *strides(x, 3), *strides(B, 2),
+        *strides(C, 2), *state_view(s0), n=B.shape[-1], p=p, **how)
     return y, final
 
 
@@ -605,19 +581,21 @@ def ssd_scan_both(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
         return plain.ssd_scan_both.plain(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len)
     (x, B, C, z), s0 = map(rowwise, (x, B, C, z)), statewise(initial_state)
     y, power = x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
-    forward(x, dt, dt_bias, A, B, C, D, s0, y, z, power)
+    scan_block(x, dt, dt_bias, A, B, C, D, s0, z, y, power)
     return y, power
 
 
 def ssd_scan_pairs(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
-    """As plain.ssd_scan_pairs, in two launches, without gradients. chunk_len is ignored. The plain function runs for
-    sizes that the kernels do not support."""
+    """As plain.ssd_scan_pairs, without gradients. chunk_len is ignored. The plain function runs for sizes that the
+    kernels do not support."""
     if not fits(x.shape[-1], B.shape[-1]):
         return plain.ssd_scan_pairs.plain(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len)
     (x, B, C, z), s0 = map(rowwise, (x, B, C, z)), statewise(initial_state)
-    y, power = x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    y, power = x.new_zeros(x.shape), x.new_zeros(x.shape[:-1], dtype=torch.float32)
     b = len(x) // 2                                     # rows before b are finished blocks, from b on active ones
     ends = x.new_empty(b, *x.shape[-2:], B.shape[-1], dtype=torch.float32)     # (b, h, p, n)
-    forward(x[:b], dt[:b], dt_bias, A, B[:b], C[:b], D, s0, y[:b], z[:b], power[:b], ends, forward_only=True)
-    forward(x[b:], dt[b:], dt_bias, A, B[b:], C[b:], D, ends, y[b:], z[b:], power[b:])
+    done = [u[:b, :, :1] for u in (x, dt, B, C, z, y, power)]                  # finished blocks, forward scan alone
+    scan_block(*done[:2], dt_bias, A, *done[2:4], D, s0, *done[4:])
+    walk(x[:b, :, 0], StepSizes(dt[:b, :, 0], A[0], dt_bias[0]), B[:b, :, 0], s0, final=ends)
+    scan_block(x[b:], dt[b:], dt_bias, A, B[b:], C[b:], D, ends, z[b:], y[b:], power[b:])
     return y, power, ends

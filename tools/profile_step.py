@@ -27,7 +27,7 @@ micro_batch_size = 8                    # sequences of a training step
 top = 20                                # kernels to print by name
 out = ""                                # also write the profile to this JSON file
 
-SCAN = ("steps_kernel", "forward_kernel", "after_kernel", "before_kernel", "decays_kernel",
+SCAN = ("steps_kernel", "forward_kernel", "block_kernel", "after_kernel", "before_kernel", "decays_kernel",
         "walk_kernel", "pass_kernel")
 ATTENTION = ("flash", "flex", "attend", "combine_k", "cudnn")
 PRODUCTS = ("nvjet", "gemm", "splitK", "cutlass", "aten::mm", "aten::addmm", "aten::bmm")     # the last three on a CPU

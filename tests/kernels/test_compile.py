@@ -82,12 +82,13 @@ def call_everything():
         scan.ssd_rows_backward(y, *inputs)
     y, ends = states.ssd_scan_forward(*inputs, 256)
     states.ssd_scan_backward(y, ends, ends, *inputs, 256)
-    for r in (1, 32):                                   # tiles for few rows, a walk for many
-        both, pairs = of(r, 256, 2, h, p), of(2 * r, 256, 2, h, p)
-        scan.ssd_scan_both(both, of(r, 256, 2, h), *[of(2, h, dtype=fp32)] * 2, *[of(r, 256, 2, n)] * 2,
-                           of(2, h, dtype=fp32), of(r, h, p, n, dtype=fp32), both)
-        scan.ssd_scan_pairs(pairs, of(2 * r, 256, 2, h), *[of(2, h, dtype=fp32)] * 2, *[of(2 * r, 256, 2, n)] * 2,
-                            of(2, h, dtype=fp32), of(r, h, p, n, dtype=fp32), pairs)
+    for s in 256, 1:
+        both = of(1, s, 2, h, p)
+        scan.ssd_scan_both(both, of(1, s, 2, h), *[of(2, h, dtype=fp32)] * 2, *[of(1, s, 2, n)] * 2,
+                           of(2, h, dtype=fp32), of(1, h, p, n, dtype=fp32), both)
+    pairs = of(2, 256, 2, h, p)
+    scan.ssd_scan_pairs(pairs, of(2, 256, 2, h), *[of(2, h, dtype=fp32)] * 2, *[of(2, 256, 2, n)] * 2,
+                        of(2, h, dtype=fp32), of(1, h, p, n, dtype=fp32), pairs)
     conv.causal_conv_forward(of(1, 256, 2, c), of(2, c, 4), of(2, c), of(1, 3, c))
     mixed = (of(2, 2048, 2 * h * p + 2 * n + 64), of(c, 4), of(c), vector, vector, vector, of(h * p), of(d, h * p),
              None, None, 256, 256)

@@ -101,25 +101,18 @@ def loop(**inputs):
     return ops.ssd_scan_ref(**inputs)[0]
 
 
-BY_TILES = pytest.mark.parametrize("few", [0, 1000], ids=["walk", "tiles"])
-
-
 @DTYPES
-@BY_TILES
 @pytest.mark.parametrize("r, s, h, p, n, start", [
     (2, 128, 2, 32, 64, True), (1, 100, 3, 16, 64, False), (1, 7, 1, 64, 128, True)])
-def test_scan_kernels_equal_the_loop_with_all_gradients(
-        monkeypatch, r, s, h, p, n, start, few, dtype):
-    monkeypatch.setattr(scan, "FEW", few)
+def test_scan_kernels_equal_the_loop_with_all_gradients(r, s, h, p, n, start, dtype):
     inputs = scan_inputs(r, s, h, p, n, dtype, start)
     compare(rows, loop, inputs, LIMIT[dtype])
 
 
 @DTYPES
 @pytest.mark.parametrize("p, n", [(64, 64), (64, 128), (64, 256), (32, 128), (16, 16)])
-def test_scan_over_several_chunks_has_all_gradients_at_every_size(monkeypatch, p, n, dtype):
+def test_scan_over_several_chunks_has_all_gradients_at_every_size(p, n, dtype):
     """On a GPU every size is a compilation of its own. In the interpreter one partial chunk at the end is enough."""
-    monkeypatch.setattr(scan, "FEW", 0)
     r, s, h = (32, 200, 2) if GPU else (1, 130, 1)
     compare(rows, loop, scan_inputs(r, s, h, p, n, dtype), LIMIT[dtype])
 
@@ -133,9 +126,7 @@ def test_gradients_do_not_depend_on_the_layout_of_step_sizes_and_states():
             lambda **v: ops.ssd_scan_ref(**v, block_len=20), inputs, 1e-5)
 
 
-@BY_TILES
-def test_rows_hand_their_last_state_on(monkeypatch, few):
-    monkeypatch.setattr(scan, "FEW", few)
+def test_rows_hand_their_last_state_on():
     inputs = scan_inputs(2, 170, 3, 16, 32)
     got = scan.ssd_rows(*inputs.values(), return_final=True)
     want, ends = ops.ssd_scan_ref(**{k: v.double() for k, v in inputs.items()})
@@ -153,7 +144,6 @@ def both_inputs(r, l, dtype, starts, h=3, p=16, n=32):
 @pytest.mark.parametrize("l, few", [(1, 4096), (70, 0), (128, 4096)])
 def test_both_ways_of_generation_equal_the_loop(monkeypatch, l, few, dtype):
     monkeypatch.setattr(conv, "FEW", few)
-    monkeypatch.setattr(scan, "FEW", few)
     r, (x, inputs) = 2, both_inputs(2, l, dtype, 2)
     (got, power), (want, _) = scan.ssd_scan_both(*inputs), plain.ssd_scan_both(*(u.double() for u in inputs))
     assert got.dtype == dtype and error(got, want) < LIMIT[dtype]
@@ -169,10 +159,8 @@ def test_both_ways_of_generation_equal_the_loop(monkeypatch, l, few, dtype):
 
 
 @DTYPES
-@BY_TILES
 @pytest.mark.parametrize("l", [1, 70, 128])
-def test_pairs_of_blocks_equal_the_plain_scans(monkeypatch, l, few, dtype):
-    monkeypatch.setattr(scan, "FEW", few)
+def test_pairs_of_blocks_equal_the_plain_scans(l, dtype):
     inputs = both_inputs(4, l, dtype, 2)[1]
     got, want = scan.ssd_scan_pairs(*inputs), plain.ssd_scan_pairs(*(u.double() for u in inputs))
     assert got[0].dtype == dtype and not got[0][:2, :, 1].any() and not got[1][:2, :, 1].any()
@@ -189,9 +177,7 @@ def test_step_sizes_far_below_one_keep_their_digits():
     assert ((y[0, 0, :, :, 0] - want) / want).abs().max() < 5e-6
 
 
-@BY_TILES
-def test_strong_decay_stays_finite(monkeypatch, few):
-    monkeypatch.setattr(scan, "FEW", few)
+def test_strong_decay_stays_finite():
     inputs = scan_inputs(1, 128, 2, 16, 32)
     inputs["dt"], inputs["A"] = inputs["dt"] * 10, inputs["A"] * 5
     compare(rows, loop, inputs, 1e-3)
@@ -480,7 +466,6 @@ def mixer_inputs(s, dtype, r, given):
     return (u, columns, start) if given else (u, None, None)
 
 
-@BY_TILES
 @DTYPES
 @pytest.mark.parametrize("s, row, block_len, r, given, want", [
     (48, 48, None, 3, True, False),                     # noisy blocks, each from its own states
@@ -491,8 +476,7 @@ def mixer_inputs(s, dtype, r, given):
     (200, 100, 100, 1, True, True),                     # rows of several chunks, the last one ragged
 ])
 def test_mixer_and_its_gradients_are_the_plain_lines(
-        monkeypatch, s, row, block_len, r, given, want, dtype, few):
-    monkeypatch.setattr(scan, "FEW", few)
+        monkeypatch, s, row, block_len, r, given, want, dtype):
     monkeypatch.setattr(plain, "SCAN_ROW", row)
     monkeypatch.setitem(ops.FAST, "Mamba2.forward", mixer.mamba2_forward)
     module, inputs = make_mixer(dtype), mixer_inputs(s, dtype, r, given)
