@@ -3,7 +3,7 @@ Which masked tokens a denoising step reveals. The plain engine in sample.py and 
 these rules. A step draws a token for masked positions and writes some of the drawn tokens into the block:
 
   random         at the next p positions of a random permutation. p = 1 is exact ancestral sampling if the model takes
-                 no t: then only what is revealed matters, and every order of unmasking is equally probable.
+                 no t: the times of unmasking then do not matter, and its order is uniform.
   confidence     at the p positions whose drawn tokens are most probable
   threshold      at every position whose drawn token is at least `threshold` probable, and at the most probable one
   first_hitting  random with p = 1, and t follows the exact distribution of unmasking times

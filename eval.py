@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import ops
 import paper
 import sample
 from data import TokenData, batches, bits_per_byte, load_questions, noise_generators, sha256, task_paths
@@ -158,7 +159,7 @@ def maskings(indices, noise):
     if noise is None:
         return [([index], 1.0) for index in indices]
     mc = len(noise)
-    # The t of each sample, from the noise of the block's first token of the answer: each block has a t of its own.
+    # t comes from the noise of the first answer token in this block, so each block has a t of its own.
     levels = 1e-3 + (1 - 1e-3) * (np.arange(mc) + noise[:, 0, indices.start]) / mc       # (mc,)
     is_masked = noise[:, 1, indices.start:indices.stop] < levels[:, None]      # (mc, len(indices))
     return [([indices[i] for i in mask.nonzero()[0]], 1 / (t * mc))
@@ -219,12 +220,13 @@ def score_rows(model, cache, rows, nll):
     gathered = dataclasses.replace(cache, lengths=cache.lengths[index], layers=[        # one row for each Row
         tuple(part[index] for part in state) for state in cache.layers])
     xt = torch.from_numpy(np.stack([row.xt for _, row in rows])).to(dev)       # (rows, l)
-    hidden = model.denoise_hidden(xt, gathered, (xt == mask_id).double().mean(1))       # (rows, l, d)
+    noise = (xt == mask_id).to(ops.at_least_fp32(model.embed.weight.dtype)).mean(1)        # (rows,)
+    hidden = model.denoise_hidden(xt, gathered, noise)          # (rows, l, d)
     counts = [len(row.at) for _, row in rows]                                  # scored tokens of each row
     i = [i for i, n in enumerate(counts) for _ in range(n)]
     at, target = [x for _, row in rows for x in row.at], [x for _, row in rows for x in row.target]
     nats, _ = masked_cross_entropy(model, hidden[i, at], torch.tensor(target, device=dev))     # (scored tokens,)
-    for (_, row), part in zip(rows, nats.double().cpu().split(counts)):
+    for (_, row), part in zip(rows, nats.split(counts)):
         nll[row.choice] += row.weight * part.sum().item()
 
 

@@ -330,8 +330,8 @@ class BiMamba(nn.Module):
         return y_fwd + y_rev                                                   # Eq. 13, (r, l, d)
 
     def two_stream(self, clean, noisy, rope, masks, last):
-        """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes. The last layer, too, returns its clean output:
-        the scan computes it together with the states, though nothing reads it."""
+        """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes. The last layer returns its clean output too,
+        though nothing reads it: `fwd` computes it together with the states."""
         if clean.size(1) == 0:                          # a single block: there is no prefix
             return clean, self.scan_both(noisy)
         # One clean scan leaves the state before every block (eq. boundary-state). Clean tokens have no reverse scan:
@@ -593,9 +593,8 @@ class BlockDiffusionLM(nn.Module):
         """An empty cache for `batch` rows of at most max_len finished tokens each. An active block of block_len tokens
         (default: the model's) may follow them. Raises ModelError if max_len is beyond the rotary capacity."""
         c, weight = self.config, self.embed.weight
-        self.rope(max_len)                              # raises beyond the capacity
-        # Makes the table long enough for `rope_after`: the positions of the active block as well.
-        self.rope(min(max_len + (block_len or c.block_len), c.rope_capacity))
+        # Raises beyond the capacity. Makes the table long enough for `rope_after`: for the active block as well.
+        self.rope(max(max_len, min(max_len + (block_len or c.block_len), c.rope_capacity)))
         kv = (batch, c.n_head, max_len, c.d_model // c.n_head)
         conv = (batch, c.conv_width - 1, c.d_inner + 2 * c.d_state)
         ssm = (batch, c.d_inner // c.mamba_head_dim, c.mamba_head_dim, c.d_state)
@@ -611,7 +610,8 @@ class BlockDiffusionLM(nn.Module):
         """Appends finished blocks x0 (b, m) to the cache; m is a multiple of the block length. About chunk_tokens
         tokens of all rows together go through the model at a time, because kernels fail at tensors of 2^31 elements.
         The cache does not depend on it, up to rounding: a chunk is whole blocks, and tokens see no later block.
-        on_chunk(n) is called after n more tokens of each row. Raises ModelError if the cache is too small."""
+        on_chunk(n) is called after n more tokens of each row. Raises ModelError for a full-sequence model, for parts of
+        blocks, and if the cache is too small."""
         if x0.size(1) == 0:
             return
         if self.config.full_sequence:

@@ -66,9 +66,9 @@ weight_decay = 0.1                      # AdamW, only on matrices
 grad_clip = 1.0                         # largest norm of the gradient; 0: no clipping
 seed = 1337                             # of data order, initialisation and noise
 # evaluation, logging, saving
-eval_only = False                       # only validate, log and save nothing; add --resume for a trained model
+eval_only = False                       # validate and exit, without log or checkpoint; with --resume: a trained model
 eval_interval = 1000                    # steps between validations, each with a checkpoint
-eval_sequences = 64                     # validation sequences, the first of the split; 0: all
+eval_sequences = 64                     # validation sequences, spread evenly over the split; 0: all
 eval_samples = 2                        # noise samples per validation sequence
 log_interval = 100                      # steps between lines of the log
 # system
@@ -360,7 +360,7 @@ def main():
     ceiling = matmul_ceiling(dev) if ampere_or_later(dev) else None
     if ceiling:
         torch.cuda.reset_peak_memory_stats()                # of the measurement: the log reports the training's
-        say(f"{flops / 1e12:.1f} TFLOP a step and GPU; MFU is of {ceiling / 1e12:.0f} TFLOP/s, measured")
+        say(f"{flops / 1e12:.1f} TFLOP a step and GPU; MFU is relative to a measured {ceiling / 1e12:.0f} TFLOP/s")
     bad_steps, val_loss = 0, None                           # steps in a row that were not finite
     started = logged_at = time.time()                       # the run, the last line of the log
     first_step = logged_step = step

@@ -98,16 +98,17 @@ def test_the_table_of_models_is_that_of_the_configs_and_parameter_counts_round_t
 def test_the_results_are_those_of_the_json_files_and_of_the_paper():
     """Perplexity: every seed with the settings of config/sweep/web_87m.py."""
     def rows(name):
-        return json.loads((ROOT / "assets" / f"{name}.json").read_text())["runs" if name == "web" else "rows"]
-    _, _, *table = README.partition("\n| | perplexity |")[2].partition("\n\n")[0].splitlines()
+        return json.loads((ROOT / "assets" / f"{name}.json").read_text())["runs" if "web" in name else "rows"]
+    _, _, *table = README.partition("\n| | perplexity, 131M |")[2].partition("\n\n")[0].splitlines()
     assert len(table) == len(MODELS)
     for line, (kind, (name, _)) in zip(table, MODELS.items()):
-        first, perplexity, training, *generation = (cell.strip() for cell in line.strip("|").split("|"))
+        first, short, long, training, *generation = (cell.strip() for cell in line.strip("|").split("|"))
         settings = {"embed_std=0.02"} if kind == "attention" else set()
-        ppl = [run["eval"]["ppl"] for run in rows("web")
-               if run["base"] == f"{kind}_87m" and {w for w in run["name"].split()[1:] if "seed" not in w} == settings]
-        seeds = ", ".join(f"{p:.0f}" for p in ppl)
-        assert (first, perplexity) == (name, f"{seeds} ({RESULTS[f'{kind}_87m'][1]:.1f})")
+        seeds, (one,) = ([run["eval"] for run in rows(file) if run["base"] == f"{kind}_87m" and
+                          {w for w in run["name"].split()[1:] if "seed" not in w} == settings]
+                         for file in ("web", "web_262m"))
+        assert (first, short) == (name, ", ".join(f"{e['ppl']:.0f}" for e in seeds))
+        assert long == f"{one['ppl']:.0f} ± {one['ppl_se']:.0f} ({RESULTS[f'{kind}_87m'][1]:.1f})"
         speed, = (r["tok_per_s"] for r in rows("train") if r["config"] == f"{kind}_350m")
         assert training == f"{speed:,.0f} ({TRAIN[kind] / 8:,.0f})"
         speeds = {r["length"]: r["tok_per_s"] for r in rows(f"sample_{kind}")}
