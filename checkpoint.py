@@ -175,7 +175,9 @@ def read_prefix(model, tokens, before=None, on_chunk=None):
 
 def fingerprint(model, dtype):
     """sha256 of the configuration, the dtype of generation and every weight. Call it before open_engine, which casts
-    or rearranges the weights: then all engines have the same fingerprint and can share a saved cache."""
+    or rearranges the weights: then all engines have the same fingerprint and can share a saved cache. Raises
+    ModelError if the model has no cache."""
+    need_cache(model.config)
     digest = hashlib.sha256(f"{model.config!r} {dtype}".encode())
     for name, p in model.named_parameters():
         digest.update(f"{name} {p.dtype} {tuple(p.shape)}".encode())
@@ -193,7 +195,6 @@ def load_prefix(path, config, mark):
     """Reads a Prefix that save_prefix wrote. Its tensors are memory-mapped. mark: the `fingerprint` of the model
     that will continue it. Raises UserError for a damaged file, or if other weights, another configuration or another
     dtype made it."""
-    need_cache(config)
     if not os.path.isfile(path):
         raise ModelError(f"there is no saved cache at {path}; make one with --save_cache={path}")
     record = read_record(path, lambda path: read_tensors(path, mmap=True), PREFIX, "a whole saved cache",

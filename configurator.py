@@ -17,12 +17,13 @@ assigns must be a setting of the script, except constants (in capitals) and name
 import ast
 import contextlib
 import difflib
+import linecache
 import operator
 import os
 import re
+import runpy
 import sys
 import time
-import types
 
 from tqdm import tqdm                   # the progress bar of all scripts, which import it from here
 
@@ -31,7 +32,7 @@ STARTED = time.time()                   # when the script started: every script 
 OTHER_NAMES = dict(start="prompt", max_new_tokens="length", block_size="seq_len", n_embd="d_model", dataset="data",
                    lr_decay_iters="max_iters", eval_iters="eval_sequences", order="decoder",
                    settings="train_settings", gradient_accumulation_steps="micro_batch_size")
-PLAIN = (bool, int, float, str, list, tuple, type(None))    # types of the values that a setting can have
+PLAIN = (bool, int, float, str, list, tuple)            # types of the values that a setting can have
 
 
 class UserError(ValueError):
@@ -67,9 +68,8 @@ def check_name(name, settings, where):
     """Raises ConfigError, with the most similar settings, if `name` is not a setting. where: the file or "command
     line", for the message."""
     if name not in settings:
-        near = difflib.get_close_matches(name, settings, n=2, cutoff=0.5)
-        if OTHER_NAMES.get(name) in settings:
-            near = [OTHER_NAMES[name]]
+        other = OTHER_NAMES.get(name)
+        near = [other] if other in settings else difflib.get_close_matches(name, settings, n=2, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all settings"
         if where != "command line":
             hint += "; the name of a helper variable begins with _"
@@ -78,9 +78,9 @@ def check_name(name, settings, where):
 
 def fit(name, value, default, where):
     """Returns the value in the type of the setting's default. An int fits a float, a whole float fits an int, lists and
-    tuples fit each other, and a default of None takes any value. Raises ConfigError for a value that does not fit."""
+    tuples fit each other. Raises ConfigError for a value that does not fit."""
     given, due = type(value), type(default)
-    if default is None or given is due is not float:
+    if given is due is not float:
         return value
     if due is float and given in (int, float) and abs(value) <= sys.float_info.max:     # false for inf and NaN
         return float(value)
@@ -88,21 +88,17 @@ def fit(name, value, default, where):
         return int(value)                           # --max_iters=2e4 is 20000
     if given in (list, tuple) and due in (list, tuple):
         return due(value)
-    kinds = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text", list: "a list"}
-    wanted = kinds.get(due, f"a {due.__name__}")
-    raise ConfigError(f"{where}: {name} takes {wanted} (default {default!r}), not {value!r}")
+    kinds = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
+    raise ConfigError(f"{where}: {name} takes {kinds.get(due, 'a list')}, such as {default!r}, not {value!r}")
 
 
 def parse_value(text, default):
     """The value of a flag's text. For a setting of text it is the text itself, so `--out_dir=3` names a folder."""
     if isinstance(default, str):
         return text
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
     is_list = isinstance(default, (list, tuple))
     try:
-        value = ast.literal_eval(text)
+        value = ast.literal_eval(text.capitalize() if text.lower() in ("true", "false") else text)
     except Exception:                               # a word, or the words of a list; `fit` refuses it for a number
         value = text.split(",") if is_list else text
     return [value] if is_list and not isinstance(value, (list, tuple)) else value
@@ -124,16 +120,12 @@ def run_config(path, settings):
     """Executes a config file with a copy of the settings as its globals. Returns {name: value} of the public names that
     it added or changed. Raises ConfigError if the file does not exist or fails."""
     path = find_config(path)
-    scope = dict(settings, __file__=path, __name__="config")
     try:
-        with open(path, encoding="utf-8-sig") as f:
-            exec(compile(f.read(), path, "exec"), scope)
+        scope = runpy.run_path(path, settings, "config")
     except (Exception, SystemExit) as error:        # the user's code may raise anything
         raise ConfigError(f"config file {path} failed: {type(error).__name__}: {error}") from error
-    # Modules, functions, classes and constants are no settings.
-    helpers = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
-    return {k: v for k, v in scope.items() if not k.startswith("_") and not k.isupper()
-            and not isinstance(v, helpers) and not (k in settings and v is settings[k])}
+    plain = settings_of(scope)                      # modules, functions and constants are no settings
+    return {k: v for k, v in scope.items() if k in settings or k in plain}
 
 
 def check_words(words):
@@ -147,10 +139,8 @@ def print_help(namespace, settings):
     """Prints the docstring of a script, then its settings: values, and the comments after them in the source."""
     print((namespace.get("__doc__") or "").strip())
     print("\nsettings (override with --name=value, or a config file):")
-    meanings = {}
-    if os.path.isfile(namespace.get("__file__") or ""):
-        with open(namespace["__file__"], encoding="utf-8") as f:
-            meanings = dict(re.findall(r"^(\w+) = .*?\s# (.*)$", f.read(), re.MULTILINE))
+    source = "".join(linecache.getlines(namespace.get("__file__", "")))      # of a dict that is no module: nothing
+    meanings = dict(re.findall(r"^(\w+) = .*?\s# (.*)$", source, re.MULTILINE))
     for name, value in settings.items():
         print(f"  --{name + ' = ' + repr(value):<34}  {meanings.get(name, '')}".rstrip())
 
@@ -167,26 +157,25 @@ def configure(namespace, argv=None):
     if "--help" in words or "-h" in words:
         print_help(namespace, settings)
         raise SystemExit(0)
-    defaults = dict(settings)
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
             for name, value in run_config(word, settings).items():
                 check_name(name, settings, word)
-                settings[name] = fit(name, value, defaults[name], word)
+                settings[name] = fit(name, value, settings[name], word)
             continue
         name, equals, text = word[2:].partition("=")
         name = name.replace("-", "_")
         check_name(name, settings, "command line")
         if not equals:                              # `--name value`; or, for a bool, `--name` alone, which is true
-            if isinstance(defaults[name], bool) and (not words or words[0].lower() not in ("true", "false")):
+            if isinstance(settings[name], bool) and (not words or words[0].lower() not in ("true", "false")):
                 text = "true"
             elif words:
                 text = words.pop(0)
             else:
                 raise ConfigError(f"command line: --{name} needs a value")
-        value = parse_value(text, defaults[name])
-        settings[name] = fit(name, value, defaults[name], "command line")
+        value = parse_value(text, settings[name])
+        settings[name] = fit(name, value, settings[name], "command line")
     namespace.update(settings)
     if argv is None:
         # torch.compile copies argv, without escaping, into the code that it generates: a quote would break it.
@@ -197,15 +186,14 @@ def configure(namespace, argv=None):
 def check(settings, least=None, most=None, above=None, below=None, choices=None):
     """
     Raises ConfigError for the first setting that is out of bounds: least <= value <= most, above < value < below, value
-    in choices. Each argument is a dict {name of a setting: bound}. A value of None is within all bounds but choices.
+    in choices. Each argument is a dict {name of a setting: bound}.
     """
     bounds = ((least, operator.ge, "at least"), (most, operator.le, "at most"),
               (above, operator.gt, "above"), (below, operator.lt, "below"))
     for table, holds, words in bounds:
         for name, bound in (table or {}).items():
-            value = settings[name]
-            if value is not None and not holds(value, bound):           # a NaN is within no bound
-                raise ConfigError(f"{name} must be {words} {bound}, but is {value}")
+            if not holds(settings[name], bound):        # a NaN is within no bound
+                raise ConfigError(f"{name} must be {words} {bound}, but is {settings[name]}")
     for name, allowed in (choices or {}).items():
         if settings[name] not in allowed:
             raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, but is {settings[name]!r}")

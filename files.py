@@ -71,23 +71,28 @@ def writing(path, advice, errors=OSError):
         raise UserError(f"{path} cannot be written ({why}); {advice}") from error
 
 
+def lock(file, refusal):
+    """Locks an open file or folder until it is closed. Raises ConfigError(refusal) if another process has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(refusal) from None
+    except OSError:
+        pass                                            # a file system without locks
+
+
 @contextlib.contextmanager
 def locked(folder, advice):
-    """A context that makes and locks a folder, until processes that inherit the lock have ended, too. Raises UserError,
-    which ends in `advice`, if another process has locked it."""
+    """A context that makes and locks a folder, until processes that inherit the lock have ended, too. Raises
+    ConfigError, which ends in `advice`, if another process has locked it."""
     os.makedirs(folder, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
-    os.set_inheritable(lock, True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.set_inheritable(descriptor, True)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another process is writing to {folder}; wait for it, or {advice}") from None
-        except OSError:
-            pass                                        # a file system without locks
+        lock(descriptor, f"another process is writing to {folder}; wait for it, or {advice}")
         yield
     finally:
-        os.close(lock)
+        os.close(descriptor)
 
 
 def write_file(path, content, advice="copy the results from the screen"):

@@ -9,7 +9,6 @@ One process runs the same code with world = 1, and communicates nothing.
 """
 import contextlib
 import datetime
-import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -27,7 +26,6 @@ import ops
 from configurator import ConfigError, check
 
 ROOT = pathlib.Path(__file__).resolve().parent
-KERNELS = ("auto", "torch", "mamba_ssm")
 
 # The names in torch 2.13, or else those in torch 2.11.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -43,8 +41,8 @@ def pick_device(name):
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     count = dict(cpu=1, cuda=torch.cuda.device_count(), mps=int(torch.backends.mps.is_available()))
-    kind, _, index = name.partition(":")
-    if not (index or "0").isdecimal() or int(index or 0) >= count.get(kind, 0):
+    kind, _, index = (name if ":" in name else f"{name}:0").partition(":")
+    if not index.isdecimal() or int(index) >= count.get(kind, 0):
         raise ConfigError(f"this machine has no device '{name}'; use --device=auto")
     return name
 
@@ -78,7 +76,7 @@ def select_kernels(setting, device, training=True):
     training: False if the caller only generates. Then the kernels that only training and evaluation use are not loaded.
     Raises ConfigError for another setting, or if mamba_ssm cannot run.
     """
-    check(dict(kernels=setting), choices=dict(kernels=KERNELS))
+    check(dict(kernels=setting), choices=dict(kernels=("auto", "torch", "mamba_ssm")))
     ops.FAST.clear()
     if setting == "mamba_ssm":
         if not (ampere_or_later(device) and has_fast()):
@@ -160,8 +158,7 @@ def hardware(dev):
 
 def described(record):
     """A record of `hardware` in one line, the name first."""
-    rest = [f"{key} {value}" for key, value in record.items() if key != "name"]
-    return ", ".join([str(record.get("name", "unknown device")), *rest])
+    return ", ".join([record["name"], *(f"{key} {value}" for key, value in record.items() if key != "name")])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -184,10 +181,9 @@ class Parallel:
 
     def sum(self, values):
         """The sums of a list of numbers over all ranks, in fp64. A collective: every rank must call it."""
-        if self.world == 1:
-            return [float(x) for x in values]
-        x = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(x)
+        x = torch.tensor(values, dtype=torch.float64, device=self.device if self.world > 1 else "cpu")
+        if self.world > 1:
+            dist.all_reduce(x)
         return x.tolist()
 
     def close(self):

@@ -23,8 +23,7 @@ import time
 import torch
 
 import ops
-from checkpoint import (copy_row, find_checkpoint, fingerprint, load_model, load_prefix, need_cache, read_prefix,
-                        save_prefix)
+from checkpoint import copy_row, find_checkpoint, fingerprint, load_model, load_prefix, read_prefix, save_prefix
 from data import VOCABULARY, DataError, get_tokenizer
 from decoders import ActiveBlock, Sampler, check_decoder
 from files import check_file
@@ -298,6 +297,8 @@ def check_settings():
           below=dict(seed=2 ** 63),
           choices=dict(init=("", "random"), dtype=("auto", "float32", "bfloat16"), engine=ENGINES))
     check_decoder(dict(globals(), tokens_per_step=tokens_per_step or 1))
+    if bool(init) != bool(model_config):
+        raise ConfigError("--init=random and --model_config=FILE, a file of config/, go together; give both or none")
     if device.startswith("mps"):
         raise ConfigError("device=mps lacks the fp64 that sampling draws in; use --device=cpu")
     check_file("save_cache", save_cache, rb"PK.*nanobdlm-prefix", (prompt_file, load_cache))
@@ -322,8 +323,6 @@ def open_checkpoint(path, device):
 def open_model(device):
     """The model that the settings name, and its tokenizer."""
     if init == "random":
-        if not model_config:
-            raise ConfigError("--init=random needs --model_config=FILE, a file of config/")
         torch.manual_seed(seed)
         c = config_from_file(model_config)
         with torch.device(device):
@@ -377,19 +376,15 @@ class Printer:
             print(self.prompt, end="", flush=True)
             self.started = time.time()
 
-    def text(self, tokens):
-        """The bytes of the tokens, which may end inside a character."""
-        return self.tokenizer.decode_bytes(tokens.tolist())
-
     def block(self, row, tokens):
         """Call it when a block of a row is finished. tokens: what it adds after the prompt."""
         self.n_generated, self.n_known = self.n_generated + len(tokens), 0
         if row == 0:
             self.clear()
-            print(self.utf8.decode(self.text(tokens)), end="", flush=True)
+            print(self.utf8.decode(self.tokenizer.decode_bytes(tokens.tolist())), end="", flush=True)
         else:
             self.others.setdefault(row, []).extend(tokens.tolist())
-        self.below(self.progress(self.n_generated))
+        self.below(self.n_generated)
 
     def step(self, xt):
         """Call it after a denoising step. Shows the progress and, with --watch, the block xt (b, l) with its masks."""
@@ -399,25 +394,21 @@ class Printer:
         self.last_shown = time.time()
         done = min(self.n_generated + int((xt != self.mask_id).sum()) - self.n_known, self.total)
         if not watch:
-            return self.below(self.progress(done))
-        cells = ["\u2591" if token == self.mask_id else
-                 self.text(torch.tensor([token])).decode("utf-8", "replace") for token in xt[0].tolist()]
+            return self.below(done)
+        cells = ["\u2591" if token == self.mask_id else self.tokenizer.decode([token]) for token in xt[0].tolist()]
         line = "".join(cells).replace("\n", "\u23ce").replace("\t", " ")
         if not self.live:
             return print(line, file=sys.stderr, flush=True)
-        self.below(line, self.progress(done))
+        self.below(done, line)
         time.sleep(0.02)                                # so that the eye can follow
 
-    def progress(self, done):
-        return tqdm.format_meter(done, self.total, time.time() - self.started, unit=" tokens")
-
-    def below(self, *lines):
-        """Writes lines below the text and moves the cursor back to the end of the text."""
+    def below(self, done, line=""):
+        """Writes a line and the progress below the text, and moves the cursor back to the end of the text."""
         if not self.live:
             return
         width, height = shutil.get_terminal_size()
-        text = "".join(line.ljust(-(-len(line) // width) * width) for line in lines)
-        text = text[:width * max(height - 2, 1)]
+        progress = tqdm.format_meter(done, self.total, time.time() - self.started, unit=" tokens")
+        text = (line.ljust(-(-len(line) // width) * width) + progress)[:width * max(height - 2, 1)]
         n_rows = -(-len(text) // width)
         # ESC D moves down a line and scrolls at the bottom, which makes room; ESC [nA goes back up. ESC 7 saves the
         # cursor, ESC [B moves it down, ESC [J erases everything after it, and ESC 8 restores it.
@@ -455,11 +446,8 @@ def main():
     known = torch.cat([prefix.tokens, tokens]) if prefix else tokens           # all tokens before the generated ones
     suffix_tokens = torch.tensor(tokenizer.encode_ordinary(suffix), dtype=torch.long)
     l, (start, *_), _ = plan(c, [known] * num_samples, length, len(suffix_tokens))
-    seeds = [(seed + i) % 2 ** 63 for i in range(num_samples)]
-    sampler = Sampler(seeds, decoder, tokens_per_step or max(l // 16, 1), threshold, temperature, top_k, top_p,
-                      mask_id=c.mask_id)
-    if save_cache:
-        need_cache(c)
+    sampler = Sampler([(seed + i) % 2 ** 63 for i in range(num_samples)], decoder, tokens_per_step or max(l // 16, 1),
+                      threshold, temperature, top_k, top_p, mask_id=c.mask_id)
     model, new_engine = open_engine(engine, model, weight_dtype)
     pace = f"threshold {threshold}" if decoder == "threshold" else f"{min(sampler.tokens_per_step, l)} tokens a step"
     print(f"{n_params:,} parameters on {dev}, {kernels_line}, decoder {decoder}, {pace}, seed {seed}", file=sys.stderr)
@@ -478,11 +466,8 @@ def main():
         out = generate(model, [tokens] * num_samples, length, sampler, new_engine,
                        tokenizer.eot_token if stop_at_eot else None, printer.block, on_step, prefix, printer.read,
                        suffix_tokens)
-    except (KeyboardInterrupt, SystemExit) as error:    # Ctrl-C, SIGTERM
+    finally:                                            # an interrupt or an error loses nothing of any row
         printer.end()
-        print(f"stopped after {printer.n_generated} tokens", file=sys.stderr)
-        sys.exit(getattr(error, "code", 130))
-    printer.end()
     n_generated = sum(min(len(row) - len(known), length) for row in out.tokens)
     print(f"{n_generated} tokens in {out.seconds:.2f} s: {n_generated / out.seconds:.1f} tokens/s, "
           f"{out.forward_passes} forward passes, cache {out.cache_bytes / 2**20:.2f} MiB\n"

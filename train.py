@@ -10,7 +10,6 @@ another number of GPUs or another micro-batch size, stays the same run up to the
 """
 from configurator import ConfigError, check, configure, mute, script, settings_of, tqdm  # first: see quiet_interrupt
 import contextlib
-import fcntl
 import functools
 import glob
 import json
@@ -24,7 +23,7 @@ import torch
 
 from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from data import VOCABULARY, TokenData, bits_per_byte, byte_baselines, noise_generators, prepare_stdlib
-from files import misfit, write_file, writing
+from files import lock, misfit, write_file, writing
 from model import BlockDiffusionLM, ModelConfig, ModelError, train_flops
 from nelbo import nelbo_counts
 from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, lost_rank, matmul_ceiling, pick_dtype,
@@ -158,13 +157,8 @@ class Log:
         """Opens and locks the file. write_file puts a new file in its place, which is locked as well. The old one stays
         locked, because another process may have opened it."""
         self.files.append(open(self.path, "a"))
-        try:
-            fcntl.flock(self.files[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another process is training in {os.path.dirname(self.path)}; wait for it, or "
-                              f"choose another out_dir") from None
-        except OSError:
-            pass                                            # a file system without locks
+        lock(self.files[-1], f"another process is training in {os.path.dirname(self.path)}; wait for it, or choose "
+                             f"another out_dir")
 
     def close(self):
         """Closes and unlocks the file."""
