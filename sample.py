@@ -114,10 +114,12 @@ def open_engine(wanted, model, dtype=torch.float32):
     Raises ConfigError for an engine that cannot run.
     """
     check(dict(engine=wanted), choices=dict(engine=ENGINES))
-    on_gpu = model.embed.weight.is_cuda
-    if wanted == "simple" or (wanted == "auto" and not (on_gpu and "cached_attention" in ops.FAST)):
+    place = model.embed.weight.device.type
+    if place == "mps":
+        raise ConfigError("device=mps lacks the fp64 that sampling draws in; use --device=cpu")
+    if wanted == "simple" or (wanted == "auto" and (place == "cpu" or "cached_attention" not in ops.FAST)):
         return cast_for_inference(model, dtype), SimpleEngine
-    if wanted == "graphs" and not on_gpu:
+    if wanted == "graphs" and place == "cpu":
         raise ConfigError("engine=graphs records CUDA graphs, but the model is on the CPU; use --engine=auto")
     if not has_fast():
         raise ConfigError(f"engine={wanted} needs the folder fast/, which is not here; use --engine=simple")
@@ -299,8 +301,6 @@ def check_settings():
     check_decoder(dict(globals(), tokens_per_step=tokens_per_step or 1))
     if bool(init) != bool(model_config):
         raise ConfigError("--init=random and --model_config=FILE, a file of config/, go together; give both or none")
-    if device.startswith("mps"):
-        raise ConfigError("device=mps lacks the fp64 that sampling draws in; use --device=cpu")
     check_file("save_cache", save_cache, rb"PK.*nanobdlm-prefix", (prompt_file, load_cache))
 
 

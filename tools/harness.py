@@ -45,7 +45,7 @@ tokens_per_step = 0                     # revealed per denoising step; 0: a sixt
 batch_size = 8                          # a batch of questions has about batch_size * seq_len tokens
 seed = 1337                             # of all noise
 out = ""                                # write results and answers to this JSON file
-device = "auto"                         # auto, cpu, cuda or mps
+device = "auto"                         # auto, cpu or cuda
 dtype = "auto"                          # auto: bfloat16 where the GPU has it, float32 elsewhere
 
 

@@ -39,7 +39,7 @@ mc = 8                                  # noise samples per text, for the judge
 seed = 1337                             # of all draws
 out = "out/quality.json"                # the results; the picture gets the same name with .png
 draw = ""                               # a results file: only print and draw it
-device = "auto"                         # auto, cpu, cuda or mps
+device = "auto"                         # auto, cpu or cuda
 dtype = "auto"                          # auto: bfloat16 if the GPU has it, else float32
 
 NUMBER = (int, float)

@@ -35,7 +35,7 @@ columns = 88                            # characters per line
 seconds = 8.0                           # from the first step to the last; the finished text then stays half as long
 out = "out/unmasking.svg"               # the picture
 trace = ""                              # a .json trace: only draw it
-device = "auto"                         # auto, cpu, cuda or mps
+device = "auto"                         # auto, cpu or cuda
 dtype = "auto"                          # auto: bfloat16 if the GPU has it, else float32
 
 WIDE, HIGH, MARGIN = 7.8, 17, 12        # width of a character, height of a line, margin: in SVG units

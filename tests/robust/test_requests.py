@@ -4,6 +4,7 @@ import io
 import os
 import runpy
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -215,9 +216,14 @@ def test_tokens_are_counted_without_prompt_and_suffix_also_if_a_row_ends_early(m
     assert "\n8 tokens in " in capsys.readouterr().err
 
 
+def test_a_device_without_fp64_is_refused():
+    model = SimpleNamespace(embed=SimpleNamespace(weight=SimpleNamespace(device=torch.device("mps"))))
+    with pytest.raises(ConfigError, match="lacks the fp64 that sampling draws in"):
+        sample.open_engine("auto", model)
+
+
 @pytest.mark.parametrize("settings, message", [
-    (dict(device="mps"), "mps lacks the fp64"), (dict(init=""), "give both or none"),
-    (dict(model_config=""), "give both or none"),
+    (dict(init=""), "give both or none"), (dict(model_config=""), "give both or none"),
     (dict(length=0), "length must be at least 1, but is 0"), (dict(seed=10 ** 23), "seed must be below"),
     (dict(num_samples=0), "num_samples must be at least 1, but is 0"),
     (dict(dtype="fp16"), "dtype must be one of .*, but is 'fp16'"), (dict(engine="x"), "engine must be one of"),
