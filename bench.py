@@ -44,7 +44,7 @@ warmup = 5                              # iterations before the measured ones, a
 iterations = 15                         # measured iterations
 out = ""                                # also write the JSON to this file
 figures = "assets"                      # the folder in which `plot` writes its pictures
-device = "auto"                         # auto, cpu, cuda or mps
+device = "auto"                         # auto, cpu, cuda or mps (not for `sample`)
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
 compile = True                          # torch.compile the layers; on Ampere GPUs and later only
 dist_timeout = 300                      # seconds after which a collective that a rank has not joined ends the job
@@ -355,14 +355,14 @@ def step_work(c, b, l, prefix, p, width):
 
 def limit_of_step(row, model, ceilings):
     """Fields for a row: the mean milliseconds of a step in its generation, and the limit of a step at the mean prefix
-    length. The two are comparable because both grow linearly with the prefix."""
+    length. The two are comparable because both grow linearly with the prefix. The last block runs whole."""
     if "error" in row:
         return {}
     c, width = model.config, model.head.weight.element_size()
-    l, prefix = (row["length"], 0) if c.full_sequence else (c.block_len, row["length"] / 2)
+    l, blocks = (row["length"], 1) if c.full_sequence else (c.block_len, -(-row["length"] // c.block_len))
     p = min(tokens_per_step, l)
-    limit = limit_ms(*step_work(c, row["batch"], l, prefix, p, width), ceilings)
-    ms = 1000 * row["batch"] * p / row["tok_per_s"]
+    limit = limit_ms(*step_work(c, row["batch"], l, (blocks - 1) * l / 2, p, width), ceilings)
+    ms = 1000 * row["batch"] * p / row["tok_per_s"] * row["length"] / (blocks * l)
     return dict(ms_per_step=ms, limit_ms=limit, of_limit=limit / ms)
 
 

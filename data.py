@@ -31,7 +31,7 @@ import numpy as np
 import tiktoken
 import torch
 
-from files import misfit, read_record, write_file, writing
+from files import load_json, misfit, read_record, write_file, writing
 
 # A shard begins with a header of 256 int32 words: MAGIC, VERSION, the number of tokens, then zeros.
 MAGIC, VERSION = 0x42444C4D, 1
@@ -295,7 +295,7 @@ def command_for(path):
 
 def read_json(path, form):
     """Reads a JSON file of a prepared folder. Raises UserError if it does not have this form (see files.misfit)."""
-    return read_record(path, lambda path: json.loads(path.read_text()), form, "a file of data.py",
+    return read_record(path, load_json, form, "a file of data.py",
                        f"move {path.parent} away and run {command_for(path.parent)}")
 
 
@@ -353,8 +353,8 @@ class TokenData:
                 f"{path} holds {found} tokens, not {tokenizer or 'text'} tokens: choose another "
                 f"folder, or run {command_for('DIR')} --tokenizer {tokenizer or 'gpt2'}")
         if split not in self.meta["splits"]:
-            more = "--val PATH... " * (split == "val")
-            raise DataError(f"{path} has no {split} split: run {command_for('DIR')} {more}")
+            more = " --val PATH..." * (split == "val")
+            raise DataError(f"{path} has no {split} split: run {command_for('DIR')}{more}")
         info = self.meta["splits"][split]
         if sum(shard["tokens"] for shard in info["shards"]) != info["tokens"] or \
                 self.meta["vocab_size"] != VOCABULARY[found]:
@@ -401,7 +401,7 @@ class TokenData:
         if self.n_tokens < seq_len:
             raise DataError(
                 f"{self.path}'s {self.split} split has {self.n_tokens:,} tokens, less than one "
-                f"sequence of {seq_len:,}: lower seq_len, or prepare more: {command_for('DIR')}")
+                f"sequence of {seq_len:,}: ask for shorter ones, or prepare more: {command_for('DIR')}")
         return self.n_tokens // seq_len
 
     def batch(self, seed, step, rows, batch_size, seq_len):

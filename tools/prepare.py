@@ -137,9 +137,10 @@ def document_text(raw, name):
     text = row.get("text")
     if not isinstance(text, str):
         raise ValueError('no "text"')
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     if not text:
         raise ValueError("an empty document")
-    return text.removeprefix("\ufeff").replace("\r\n", "\n")
+    return text
 
 
 def tokenise(tokenizer, batch):

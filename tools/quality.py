@@ -113,10 +113,10 @@ def compare():
     val = TokenData(data or about_judge["data"], "val", tokenizer.name)
     windows = val.sequences(prompt_len + length, n_prompts)
     if len(windows) < n_prompts:
-        raise ConfigError(f"the validation text has {len(windows)} pieces of {prompt_len + length} tokens, but n_prompts "
+        raise ConfigError(f"the validation text has {len(windows)} pieces of {prompt_len + length} tokens, n_prompts "
                           f"is {n_prompts}; lower n_prompts")
     opened = [(path, *evaluation.open_checkpoint(path, dev)) for path in checkpoints]
-    for path, model, theirs, _ in opened:
+    for path, model, theirs, _ in [*opened, (judge, judge_model, tokenizer, None)]:
         if model.config.full_sequence or theirs.name != tokenizer.name:
             raise ConfigError(f"{path} must be a block model with the judge's tokenizer, {tokenizer.name}")
     kinds = [about["model"] for *_, about in opened]
@@ -181,6 +181,8 @@ def main():
     check(globals(), least=dict(n_prompts=2, prompt_len=1, length=8, batch_size=1, mc=1, seed=0),
           choices=dict(dtype=("auto", "float32", "bfloat16")))
     check_names(globals(), "checkpoints", "decoders")
+    if not (draw or out):
+        raise ConfigError("out is empty; name a file, such as --out=out/quality.json")
     png = f"{(draw or out).removesuffix('.json')}.png"
     check_file("out", png, rb"\x89PNG", [draw])
     if draw:

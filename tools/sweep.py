@@ -127,7 +127,7 @@ class Run:
     def points(self):
         """The validation loss, and the training loss last logged, at each validation."""
         rows = self.rows()
-        return [dict(step=v["step"], val=v["val_loss"], train=mean_before(rows, v["step"]))
+        return [dict(step=v["step"], val=v["val_loss"], train=loss_before(rows, v["step"]))
                 for v in rows if "val_loss" in v]
 
     @property
@@ -189,7 +189,7 @@ def write_json(path, value):
     write_file(path, json.dumps(value, indent=1), "choose another out_dir")
 
 
-def mean_before(rows, step):
+def loss_before(rows, step):
     """The last training loss logged at or before a step."""
     return next((r["loss"] for r in reversed(rows) if r.get("loss") and r["step"] <= step), None)
 
@@ -378,8 +378,8 @@ def curves(ax, groups, looks, x_of, names):
 
 def picture(results, path, repetitions=()):
     """
-    Validation and training loss over tokens and over time, for each base: of its runs with the fewest settings, the
-    best one and its other seeds. Below, the perplexity of evaluated runs, ± its standard error. The first seed is
+    Draws losses over tokens and over time. Each base shows its best run among those with the fewest settings, and that
+    run's other seeds. Below, the perplexity of evaluated runs, ± its standard error. The first seed is
     drawn thick and filled; other seeds, and the runs of `repetitions` (results of other sweeps), thin and hollow.
     """
     import matplotlib
@@ -492,4 +492,5 @@ if __name__ == "__main__":
             configure(globals())
             main()
         except KeyboardInterrupt:
-            sys.exit("sweep.py: stopped; start the same command again to continue")
+            print("sweep.py: start the same command again to continue", file=sys.stderr)
+            raise

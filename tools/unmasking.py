@@ -50,15 +50,17 @@ def record():
     select_kernels("auto", dev)
     model, tokenizer, about = evaluation.open_checkpoint(checkpoint, dev)
     config, ids = model.config, tokenizer.encode_ordinary(text) or [tokenizer.eot_token]
-    l = config.seq_len if config.full_sequence else config.block_len
-    count = length or 2 * l - len(ids) % l              # at least one whole block
+    full = config.full_sequence
+    l = config.seq_len if full else config.block_len
+    count = length or (1 if full else 2) * l - len(ids) % l     # a block model: at least one whole block
+    l, *_ = sample.plan(config, [ids], count)
     sampler = Sampler([seed], decoder, tokens_per_step or max(l // 16, 1), threshold, temperature,
                       mask_id=config.mask_id)
     model, new_engine = sample.open_engine("auto", model, pick_dtype(dtype, dev))
     masks = []                                          # after every step: which positions of the block are masked
     done = sample.generate(model, [torch.tensor(ids)], count, sampler, new_engine,
                            on_step=lambda xt: masks.append((xt[0] == config.mask_id).cpu()))
-    steps, start, before = {}, 0 if config.full_sequence else len(ids) // l * l, None
+    steps, start, before = {}, 0 if full else len(ids) // l * l, None
     for step, masked in enumerate(masks):
         if before is None or not before.any():          # a new block begins
             start += 0 if before is None else len(before)

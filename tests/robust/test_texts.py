@@ -113,6 +113,7 @@ BAD = {
     "no text": ("a.jsonl.zst", [GOOD, dict(url="x"), GOOD], None, 'a.jsonl.zst:2: no "text"'),
     "text is a number": ("a.jsonl", [GOOD, dict(text=1), GOOD], None, 'a.jsonl:2: no "text"'),
     "empty": ("a.jsonl.gz", [GOOD, GOOD, dict(text="")], None, "a.jsonl.gz:3: an empty document"),
+    "a byte order mark": ("a.jsonl", [GOOD, dict(text="\ufeff")], None, "a.jsonl:2: an empty document"),
     "not UTF-8": ("a.jsonl", [GOOD, b'{"text": "\xff"}'], None, "a.jsonl:2: not UTF-8"),
     "latin text": ("a.txt", [b"caf\xe9"], None, "a.txt:1: not UTF-8"),
     "truncated gz": ("a.jsonl.gz", NOISE, truncated, r"a.jsonl.gz:\d+: .*end-of-stream"),
