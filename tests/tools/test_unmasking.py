@@ -42,6 +42,15 @@ def test_every_new_token_appears_once_and_at_the_step_that_revealed_it(tmp_path,
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
+def test_by_default_a_full_sequence_model_fills_its_window_in_sixteen_steps(tmp_path, monkeypatch):
+    model = make_model("attention", torch.float32, vocab_size=258)
+    save_checkpoint(tmp_path / "ckpt.pt", model, step=0, tokenizer="bytes", settings={})
+    for key, value in dict(checkpoint=str(tmp_path), prompt="def", device="cpu").items():
+        monkeypatch.setattr(unmasking, key, value)
+    found, s = unmasking.record(), model.config.seq_len
+    assert len(found["tokens"]) == s - 3 and max(found["steps"]) + 1 == -(-(s - 3) // max(s // 16, 1))
+
+
 @pytest.mark.parametrize("setting, value, message", [
     ("out", "picture.gif", "out must end in .svg, but is picture.gif"),
     ("trace", str(ROOT / "README.md"), "README.md is not a trace of unmasking.py"),
