@@ -21,6 +21,8 @@ import torch
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"                # Triton reads it when kernels are defined: before all imports
 
 from checkpoint import save_checkpoint  # noqa: E402
 from configurator import configure  # noqa: E402

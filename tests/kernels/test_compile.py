@@ -12,7 +12,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 
 @pytest.mark.parametrize("capability", [80, 89, 90], ids=["A100", "RTX 4090", "H100"])
 def test_all_kernels_compile_without_a_gpu(capability):
-    """In a process of its own: test_kernels.py may have chosen the interpreter in this one."""
+    """In a process of its own: conftest.py may have chosen the interpreter in this one."""
     if not os.path.exists(os.path.join(ROOT, "fast", "__init__.py")):
         pytest.skip("needs the folder fast/, which holds the kernels")
     pytest.importorskip("triton", reason="needs Triton: pip install triton==3.6.0")

@@ -1,8 +1,7 @@
 """The Triton kernels against their plain twins: values and every gradient. They run on a GPU if there is one, else in
-Triton's interpreter, which must be chosen before the kernels are defined."""
+Triton's interpreter, which conftest.py has chosen."""
 import copy
 import inspect
-import os
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ from conftest import need_fast
 
 need_fast()
 GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="needs Triton: pip install triton==3.6.0")
 
 import decoders  # noqa: E402
