@@ -24,6 +24,7 @@ import re
 import runpy
 import sys
 import time
+import types
 
 from tqdm import tqdm                   # the progress bar of all scripts, which import it from here
 
@@ -117,15 +118,15 @@ def find_config(path):
 
 
 def run_config(path, settings):
-    """Executes a config file with a copy of the settings as its globals. Returns {name: value} of the public names that
-    it added or changed. Raises ConfigError if the file does not exist or fails."""
+    """Executes a config file with a copy of the settings as its globals. Returns {name: value} of its public names, the
+    settings that it leaves alone included. Raises ConfigError if the file does not exist or fails."""
     path = find_config(path)
     try:
         scope = runpy.run_path(path, settings, "config")
     except (Exception, SystemExit) as error:        # the user's code may raise anything
         raise ConfigError(f"config file {path} failed: {type(error).__name__}: {error}") from error
-    plain = settings_of(scope)                      # modules, functions and constants are no settings
-    return {k: v for k, v in scope.items() if k in settings or k in plain}
+    helpers = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)      # no settings; nor constants
+    return {k: v for k, v in scope.items() if k[0] != "_" and not k.isupper() and not isinstance(v, helpers)}
 
 
 def check_words(words):

@@ -379,8 +379,8 @@ def curves(ax, groups, looks, x_of, names):
 def picture(results, path, repetitions=()):
     """
     Draws losses over tokens and over time. Each base shows its best run among those with the fewest settings, and that
-    run's other seeds. Below, the perplexity of evaluated runs, ± its standard error. The first seed is
-    drawn thick and filled; other seeds, and the runs of `repetitions` (results of other sweeps), thin and hollow.
+    run's other seeds. Below, the perplexity of evaluated runs, ± its standard error. The first seed is drawn thick and
+    filled; other seeds, and the runs of `repetitions` (results of other sweeps), thin and hollow.
     """
     import matplotlib
     matplotlib.use("Agg")

@@ -24,7 +24,7 @@ from parallel import pick_device, pick_dtype, select_kernels
 checkpoint = "out"                      # a file of train.py, a folder or hf://owner/name
 prompt = ""                             # a text to continue
 prompt_file = ""                        # or a text file to continue
-length = 0                              # new tokens; 0: the rest of the current block and one more block
+length = 0                              # new tokens; 0: the rest of the block and one more, or of the window
 decoder = "random"                      # see sample.py
 tokens_per_step = 0                     # revealed per denoising step; 0: a sixteenth of a block
 threshold = 0.9                         # of decoder=threshold

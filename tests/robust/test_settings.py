@@ -65,7 +65,8 @@ def test_config_files_compute_and_flags_after_them_win(tmp_path):
 
 
 @pytest.mark.parametrize("content, message", [
-    (b"max_iter = 5", "did you mean max_iters"), (b"max_iters = 'x'", "takes a whole number"),
+    (b"max_iter = 5", "did you mean max_iters"), (b"max_iter = None", "did you mean max_iters"),
+    (b"max_iters = 'x'", "takes a whole number"),
     (b"resume = 1", "true or false"), (b"1 / 0", "ZeroDivisionError"), (b"max_iters =", "SyntaxError"),
     (b"\xff\xfe\x00", "failed"), (b"import sys; sys.exit(0)", "failed")])
 def test_mistakes_in_files_name_the_file(tmp_path, content, message):
