@@ -10,18 +10,18 @@ tab:inference-throughput), and compares each heavy operation with a library and 
 Compilation, capture and warm-up are not part of the measured time. Every run prints hardware, clocks, versions and
 the selected kernels, and ends with one JSON line. On a CPU it measures small models.
 """
-from configurator import ConfigError, check, check_names, configure, script, tqdm  # first: see quiet_interrupt
 import contextlib
 import json
-import os
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
 
 import paper
+from configurator import UserError, check, check_names, configure, script, tqdm
 from data import noise_generators
 from decoders import Sampler
 from files import check_file, write_file
@@ -47,7 +47,6 @@ figures = "assets"                      # the folder in which `plot` writes its 
 device = "auto"                         # auto, cpu, cuda or mps (not for `sample`)
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
 compile = True                          # torch.compile the layers; on Ampere GPUs and later only
-dist_timeout = 300                      # seconds after which a collective that a rank has not joined ends the job
 
 # -- measuring --
 def measure(step, dev, in_a_row=1):
@@ -105,37 +104,24 @@ def recording_errors(row, any_error=False):
             f"failed: {type(error).__name__}: {str(error)[:80]!r}")
 
 
-def run_all(parallel, names, make_rows, describe, rows_each=1):
+def run_all(parallel, names, make_rows, describe):
     """Runs make_rows(name, ceilings), a generator of rows, for each name, and prints each row with describe(row). If a
-    model does not fit in memory, its row says so and the run continues. rows_each: about how many rows a name has, for
-    the progress bar. Returns a dict of the ceilings and all rows."""
+    model does not fit in memory, its row says so and the run continues. Returns a dict of the ceilings and all rows."""
     rows, ceilings = [], measured_ceilings(parallel.device)
     def rows_of(name):
-        failed = dict(config=name)
+        failed = dict(config=Path(name).stem)
         with recording_errors(failed):
             yield from make_rows(name, ceilings)
         if "error" in failed:
             yield failed
-    with tqdm(total=len(names), disable=parallel.rank > 0, leave=False,
-              bar_format="{percentage:3.0f}% |{bar:20}| {elapsed}, ETA {remaining}") as bar:
-        for i, name in enumerate(names, 1):
-            torch.manual_seed(0)
-            release()
-            for row in rows_of(name):
-                if "config" in row:
-                    row["config"] = bare(name)
-                rows.append(row)
-                bar.clear()
-                if parallel.rank == 0:
-                    print(describe(row), flush=True)
-                bar.update(min(1 / rows_each, i - bar.n))
-            bar.update(i - bar.n)
+    for name in tqdm(names, disable=parallel.rank > 0, leave=False):
+        torch.manual_seed(0)
+        release()
+        for row in rows_of(name):
+            rows.append(row)
+            if parallel.rank == 0:
+                tqdm.write(describe(row))
     return dict(**ceilings, rows=rows)
-
-
-def bare(name):
-    """The name of a config file without its folder and ending."""
-    return os.path.splitext(os.path.basename(name))[0]
 
 
 def models(size, dev):
@@ -183,7 +169,7 @@ def train_row(name, config, parallel, ceiling):
     step = training_step(config, micro_batch_size, parallel.device, parallel.rank, parallel.world)
     median, spread, first = measure(step, parallel.device)
     n_tokens = micro_batch_size * config.seq_len * parallel.world
-    return dict(config=name, tok_per_s=n_tokens / median, ms=1000 * median, spread=spread, compile_s=first,
+    return dict(config=Path(name).stem, tok_per_s=n_tokens / median, ms=1000 * median, spread=spread, compile_s=first,
                 mfu=train_flops(config, config.seq_len) * micro_batch_size / median / ceiling,
                 gpus=parallel.world, seq_len=config.seq_len, batch=micro_batch_size * parallel.world,
                 peak_gib=torch.cuda.max_memory_allocated() / 2 ** 30)
@@ -221,18 +207,18 @@ def bench_sample(parallel):
             if not config.full_sequence:
                 measure_rows, parts = block_rows, [[n for n in ladder if n <= 8192], [n for n in ladder if n > 8192]]
             if not ladder:
-                yield dict(config=name, batch=b, error=f"{b} rows of the shortest length are too many; give --lengths")
+                yield dict(config=Path(name).stem, batch=b, error=f"{b} rows of the shortest length are too many; give --lengths")
             for part in filter(None, parts):
                 for row in measure_rows(*engine, b, part):
-                    theirs = paper.SAMPLE.get(bare(name).removesuffix("_700m"), {}).get(row["length"])
+                    theirs = paper.SAMPLE.get(Path(name).stem.removesuffix("_700m"), {}).get(row["length"])
                     theirs = theirs if (b, tokens_per_step) == (1, 16) else None
-                    row |= dict(config=name, batch=b, tokens_per_step=tokens_per_step)
+                    row |= dict(config=Path(name).stem, batch=b, tokens_per_step=tokens_per_step)
                     yield dict(row, **limit_of_step(row, model, ceilings), paper=theirs)
     names, longest = models("700m", dev), max(lengths, default=0)
     for name in names:
         if longest > (most := config_from_file(name).rope_capacity):
-            raise ConfigError(f"lengths must be at most {most}, the rotary capacity of {name}, but one is {longest}")
-    return run_all(parallel, names, make_rows, format_sample, len(lengths or paper.LADDER))
+            raise UserError(f"lengths must be at most {most}, the rotary capacity of {name}, but one is {longest}")
+    return run_all(parallel, names, make_rows, format_sample)
 
 
 def start_engine(model, new_engine, cache, l):
@@ -393,7 +379,7 @@ def bench_ops(parallel):
             row["limit_ms"] = limit_ms(row["flops"], row["bytes"], ceilings)
             row["of_limit"] = row["limit_ms"] / row.get("ms", float("inf"))
             yield row
-    return run_all(parallel, only or COMPARISONS, make_rows, format_op, 3)
+    return run_all(parallel, only or COMPARISONS, make_rows, format_op)
 
 
 def op_row(dev, op, ours, others, flops, nbytes, count=1, graph=True):
@@ -448,13 +434,12 @@ def format_op(r):
 
 
 def check_settings():
-    """Checks the settings before anything is measured. Raises ConfigError."""
-    check(globals(), least=dict(iterations=1, warmup=0, micro_batch_size=1, tokens_per_step=1,
-                                seq_len=0, dist_timeout=1))
+    """Checks the settings before anything is measured. Raises UserError."""
+    check(globals(), least=dict(iterations=1, warmup=0, micro_batch_size=1, tokens_per_step=1, seq_len=0))
     check_names(globals(), "only")
     for name in ("lengths", "whole", "batch"):
         if not all(type(n) is int and n > 0 for n in globals()[name]) or name == "batch" and not batch:
-            raise ConfigError(f"{name} must be whole numbers above 0, but is {globals()[name]}; write them as "
+            raise UserError(f"{name} must be whole numbers above 0, but is {globals()[name]}; write them as "
                               f"1024,65536")
     check_file("out", out)
 
@@ -466,7 +451,7 @@ def main(words):
     if what in ("-h", "--help"):
         configure(globals(), ["--help"])                # and exits
     if what not in (*benches, "plot"):
-        raise ConfigError(f"there is no subcommand {what!r}, only {', '.join(benches)} and plot")
+        raise UserError(f"there is no subcommand {what!r}, only {', '.join(benches)} and plot")
     if what == "plot":                                  # a word is a file, except after a `--name` without `=`
         files = [word for before, word in zip(["", *words], words) if not word.startswith("--")
                  and (not before.startswith("--") or "=" in before)]
@@ -474,7 +459,7 @@ def main(words):
     if what == "plot":
         return plot(files, figures)
     check_settings()
-    parallel = Parallel(device, dist_timeout)
+    parallel = Parallel(device)
     line = select_kernels(kernels, parallel.device, training=what != "sample")
     before, when = hardware(parallel.device), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     if parallel.rank == 0:

@@ -11,7 +11,6 @@ Reading never runs code from the file. Writing never leaves half a file.
     python -m pytest -k checkpoint                            tests of checkpoints
     python -m pytest tests/test_sample.py -k saved            a saved prompt continues as the prompt itself does
 """
-from configurator import ConfigError, check, configure, script  # first: see quiet_interrupt
 import contextlib
 import dataclasses
 import hashlib
@@ -25,9 +24,10 @@ import zipfile
 
 import torch
 
+from configurator import UserError, check, configure, script
 from data import sha256
 from files import need, read_record, write_file
-from model import BlockDiffusionLM, Cache, ModelConfig, ModelError, cast_for_inference
+from model import BlockDiffusionLM, Cache, ModelConfig, cast_for_inference
 
 VERSIONS = dict(torch=str(torch.__version__), python=platform.python_version())         # TorchVersion is no plain str
 WEIGHTS, CONFIG, CARD = EXPORT = ("model.safetensors", "config.json", "README.md")      # the files of an export
@@ -84,10 +84,10 @@ def read_checkpoint(path, needed):
     exported = path.endswith(".safetensors")
     if not os.path.isfile(path):
         if "optimizer" in needed and os.path.isfile(os.path.join(os.path.dirname(path), WEIGHTS)):
-            raise ModelError(f"{path} is missing, and the {WEIGHTS} beside it is an export, without the optimizer "
+            raise UserError(f"{path} is missing, and the {WEIGHTS} beside it is an export, without the optimizer "
                              f"state that --resume needs; name the folder in which the model was trained")
         how = "python checkpoint.py export" if exported else "python train.py"
-        raise ModelError(f"there is no checkpoint at {path}; make one with {how}")
+        raise UserError(f"there is no checkpoint at {path}; make one with {how}")
     load, advice = read_tensors, "train again or use another file"
     if exported:
         load, advice = read_export, f"an export is {WEIGHTS} with its {CONFIG}: export or download it again"
@@ -115,9 +115,9 @@ def load_checkpoint(path, *needed):
         moments = {name: part for name, part in record["optimizer"].items() if name != "step"}
         tables += [{name: part[key] for name, part in moments.items()} for key in ("exp_avg", "exp_avg_sq")]
     if any(shapes(table) != expected for table in tables):
-        raise ModelError(f"{path} holds weights that do not fit its configuration; train again or use another file")
+        raise UserError(f"{path} holds weights that do not fit its configuration; train again or use another file")
     if not all(x.isfinite().all() for x in weights.values()):
-        raise ModelError(f"{path} holds weights that are not finite, because its training failed; use an earlier "
+        raise UserError(f"{path} holds weights that are not finite, because its training failed; use an earlier "
                          f"checkpoint, or train again with a lower learning_rate")
     return record
 
@@ -153,14 +153,14 @@ def copy_row(source, target):
 
 
 def need_cache(config):
-    """Raises ModelError for a full-sequence model, which has no cache."""
+    """Raises UserError for a full-sequence model, which has no cache."""
     if config.full_sequence:
-        raise ModelError("a full-sequence model has no prefix cache: give it the prompt itself")
+        raise UserError("a full-sequence model has no prefix cache: give it the prompt itself")
 
 
 def read_prefix(model, tokens, before=None, on_chunk=None):
     """Reads tokens (m,) and returns their Prefix. before: a Prefix to continue; its tokens come first, and those in its
-    cache are not read again. on_chunk(n) is called when n more tokens have been read. Raises ModelError if the model
+    cache are not read again. on_chunk(n) is called when n more tokens have been read. Raises UserError if the model
     has no cache."""
     need_cache(model.config)
     tokens = tokens.cpu() if before is None else torch.cat([before.tokens, tokens.cpu()])
@@ -176,7 +176,7 @@ def read_prefix(model, tokens, before=None, on_chunk=None):
 def fingerprint(model, dtype):
     """sha256 of the configuration, the dtype of generation and every weight. Call it before open_engine, which casts
     or rearranges the weights: then all engines have the same fingerprint and can share a saved cache. Raises
-    ModelError if the model has no cache."""
+    UserError if the model has no cache."""
     need_cache(model.config)
     digest = hashlib.sha256(f"{model.config!r} {dtype}".encode())
     for name, p in model.named_parameters():
@@ -196,7 +196,7 @@ def load_prefix(path, config, mark):
     that will continue it. Raises UserError for a damaged file, or if other weights, another configuration or another
     dtype made it."""
     if not os.path.isfile(path):
-        raise ModelError(f"there is no saved cache at {path}; make one with --save_cache={path}")
+        raise UserError(f"there is no saved cache at {path}; make one with --save_cache={path}")
     record = read_record(path, lambda path: read_tensors(path, mmap=True), PREFIX, "a whole saved cache",
                          "make it again with --save_cache")
     tokens, layers = record["tokens"], record["layers"]
@@ -204,12 +204,12 @@ def load_prefix(path, config, mark):
     with torch.device("meta"):
         expected = BlockDiffusionLM(config).new_cache(1, held).layers
     if record["fingerprint"] != mark:
-        raise ModelError(f"{path} was saved with other weights, another configuration or another dtype; make it again "
+        raise UserError(f"{path} was saved with other weights, another configuration or another dtype; make it again "
                          f"with --save_cache")
     if ([[x.shape for x in state] for state in layers] != [[x.shape for x in state] for state in expected]
             or not all(x.isfinite().all() for state in layers for x in state)
             or ((tokens < 0) | (tokens >= config.mask_id)).any()):
-        raise ModelError(f"{path} is damaged: its tokens and its cache do not fit; make it again with --save_cache")
+        raise UserError(f"{path} is damaged: its tokens and its cache do not fit; make it again with --save_cache")
     return Prefix(tokens, Cache(layers, torch.tensor([held]), held))
 
 
@@ -221,12 +221,12 @@ def download(path):
     folder. Raises UserError."""
     found = re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@(.+))?", path)
     if not found:
-        raise ModelError(f"{path} is not the name of a model; write hf://owner/name or hf://owner/name@revision")
+        raise UserError(f"{path} is not the name of a model; write hf://owner/name or hf://owner/name@revision")
     hub = need("huggingface_hub", path)
     try:
         return hub.snapshot_download(found[1], revision=found[2], allow_patterns=list(EXPORT))
     except Exception as error:                          # hub, network and disk raise many types of errors
-        raise ModelError(f"{path} cannot be downloaded from the hub ({type(error).__name__}): check the name and the "
+        raise UserError(f"{path} cannot be downloaded from the hub ({type(error).__name__}): check the name and the "
                          f"network, and run hf auth login for a private model") from None
 
 
@@ -261,7 +261,7 @@ def export(checkpoint, to, dtype="float32"):
     float32 keeps every bit. bfloat16 halves the size; A_log, dt_bias and D of Mamba-2 stay in float32.
     """
     if held := [name for name in EXPORT if os.path.lexists(os.path.join(to, name))]:
-        raise ConfigError(f"{to} holds {held[0]} already, which would be lost; name another folder with --to")
+        raise UserError(f"{to} holds {held[0]} already, which would be lost; name another folder with --to")
     safetensors = need("safetensors.torch", to)
     model, record = load_model(find_checkpoint(checkpoint), needed=("tokenizer", "step"))
     settings = {k: v for k, v in record.get("settings", {}).items() if k in ("data", "learning_rate")}
@@ -303,11 +303,11 @@ def main(words):
     settings = dict(__doc__=inspect.getdoc(export), to="", dtype="float32")
     helped = {"-h", "--help"} & set(words)
     if not helped and (words[:1] != ["export"] or len(words) < 2 or words[1].startswith("-")):
-        raise ConfigError(f"write python checkpoint.py export out/ --to=folder, not {' '.join(words) or 'nothing'}")
+        raise UserError(f"write python checkpoint.py export out/ --to=folder, not {' '.join(words) or 'nothing'}")
     configure(settings, words if helped else words[2:])
     check(settings, choices=dict(dtype=("float32", "bfloat16")))
     if not settings["to"]:
-        raise ConfigError("to is empty; name a new folder, as in --to=folder")
+        raise UserError("to is empty; name a new folder, as in --to=folder")
     export(words[1], settings["to"], settings["dtype"])
     print(f"{settings['to']} holds {', '.join(EXPORT)}; python sample.py --checkpoint={settings['to']}")
 

@@ -23,12 +23,10 @@ import os
 import re
 import runpy
 import sys
-import time
 import types
 
 from tqdm import tqdm                   # the progress bar of all scripts, which import it from here
 
-STARTED = time.time()                   # when the script started: every script imports this module first
 # Names of nanoGPT's settings, and earlier names of ours, for the hint after an unknown name.
 OTHER_NAMES = dict(start="prompt", max_new_tokens="length", block_size="seq_len", n_embd="d_model", dataset="data",
                    lr_decay_iters="max_iters", eval_iters="eval_sequences", order="decoder",
@@ -41,21 +39,6 @@ class UserError(ValueError):
     it without a traceback."""
 
 
-class ConfigError(UserError):
-    """A setting that does not exist, or whose value cannot be used."""
-
-
-def quiet_interrupt(kind, error, trace, default_hook=sys.excepthook):
-    """An excepthook that prints one line for Ctrl-C, and leaves other errors to the hook before it. `script` does so
-    too, but is entered only after the imports, which take seconds: so every script imports this module first."""
-    if issubclass(kind, KeyboardInterrupt):
-        return print("stopped", file=sys.stderr)
-    default_hook(kind, error, trace)
-
-
-sys.excepthook = quiet_interrupt
-
-
 # ---------------------------------------------------------------------------------------------
 # Settings
 
@@ -66,7 +49,7 @@ def settings_of(namespace):
 
 
 def check_name(name, settings, where):
-    """Raises ConfigError, with the most similar settings, if `name` is not a setting. where: the file or "command
+    """Raises UserError, with the most similar settings, if `name` is not a setting. where: the file or "command
     line", for the message."""
     if name not in settings:
         other = OTHER_NAMES.get(name)
@@ -74,12 +57,12 @@ def check_name(name, settings, where):
         hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all settings"
         if where != "command line":
             hint += "; the name of a helper variable begins with _"
-        raise ConfigError(f"{where}: there is no setting '{name}'; {hint}")
+        raise UserError(f"{where}: there is no setting '{name}'; {hint}")
 
 
 def fit(name, value, default, where):
     """Returns the value in the type of the setting's default. An int fits a float, a whole float fits an int, lists and
-    tuples fit each other. Raises ConfigError for a value that does not fit."""
+    tuples fit each other. Raises UserError for a value that does not fit."""
     given, due = type(value), type(default)
     if given is due is not float:
         return value
@@ -90,7 +73,7 @@ def fit(name, value, default, where):
     if given in (list, tuple) and due in (list, tuple):
         return due(value)
     kinds = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
-    raise ConfigError(f"{where}: {name} takes {kinds.get(due, 'a list')}, such as {default!r}, not {value!r}")
+    raise UserError(f"{where}: {name} takes {kinds.get(due, 'a list')}, such as {default!r}, not {value!r}")
 
 
 def parse_value(text, default):
@@ -107,33 +90,33 @@ def parse_value(text, default):
 
 def find_config(path):
     """The path of a config file. `path` is a path as it stands, a path in the repository's folder, or the bare name of
-    a file in config/. Raises ConfigError, with the names in config/, if there is no such file."""
+    a file in config/. Raises UserError, with the names in config/, if there is no such file."""
     root = os.path.dirname(os.path.abspath(__file__))
     for found in (path, os.path.join(root, path), os.path.join(root, "config", f"{path}.py")):
         if os.path.isfile(found):
             return found
     known = sorted(name[:-3] for name in os.listdir(os.path.join(root, "config")) if name.endswith(".py"))
-    raise ConfigError(f"config file {path} does not exist; config/ has {', '.join(known)}; a setting is written "
+    raise UserError(f"config file {path} does not exist; config/ has {', '.join(known)}; a setting is written "
                       f"--name=value")
 
 
 def run_config(path, settings):
     """Executes a config file with a copy of the settings as its globals. Returns {name: value} of its public names, the
-    settings that it leaves alone included. Raises ConfigError if the file does not exist or fails."""
+    settings that it leaves alone included. Raises UserError if the file does not exist or fails."""
     path = find_config(path)
     try:
         scope = runpy.run_path(path, settings, "config")
     except (Exception, SystemExit) as error:        # the user's code may raise anything
-        raise ConfigError(f"config file {path} failed: {type(error).__name__}: {error}") from error
+        raise UserError(f"config file {path} failed: {type(error).__name__}: {error}") from error
     helpers = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)      # no settings; nor constants
     return {k: v for k, v in scope.items() if k[0] != "_" and not k.isupper() and not isinstance(v, helpers)}
 
 
 def check_words(words):
-    """Raises ConfigError for a word of the command line that is not UTF-8: it could be neither printed nor saved."""
+    """Raises UserError for a word of the command line that is not UTF-8: it could be neither printed nor saved."""
     for word in words:
         if re.search("[\ud800-\udfff]", word):      # how Python represents bytes that are not UTF-8
-            raise ConfigError(f"command line: {word!r} is not UTF-8; write it in UTF-8, or rename what it names")
+            raise UserError(f"command line: {word!r} is not UTF-8; write it in UTF-8, or rename what it names")
 
 
 def print_help(namespace, settings):
@@ -150,7 +133,7 @@ def configure(namespace, argv=None):
     """
     Overrides the settings in `namespace`, a module's globals(), by config files and flags, in the order
     given. argv: list of str, by default sys.argv[1:]. Returns the final settings as a dict. Raises
-    ConfigError for unknown names and wrong types. --help prints the settings and exits with status 0.
+    UserError for unknown names and wrong types. --help prints the settings and exits with status 0.
     """
     settings = settings_of(namespace)
     words = list(sys.argv[1:] if argv is None else argv)
@@ -174,7 +157,7 @@ def configure(namespace, argv=None):
             elif words:
                 text = words.pop(0)
             else:
-                raise ConfigError(f"command line: --{name} needs a value")
+                raise UserError(f"command line: --{name} needs a value")
         value = parse_value(text, settings[name])
         settings[name] = fit(name, value, settings[name], "command line")
     namespace.update(settings)
@@ -186,7 +169,7 @@ def configure(namespace, argv=None):
 
 def check(settings, least=None, most=None, above=None, below=None, choices=None):
     """
-    Raises ConfigError for the first setting that is out of bounds: least <= value <= most, above < value < below, value
+    Raises UserError for the first setting that is out of bounds: least <= value <= most, above < value < below, value
     in choices. Each argument is a dict {name of a setting: bound}.
     """
     bounds = ((least, operator.ge, "at least"), (most, operator.le, "at most"),
@@ -194,17 +177,17 @@ def check(settings, least=None, most=None, above=None, below=None, choices=None)
     for table, holds, words in bounds:
         for name, bound in (table or {}).items():
             if not holds(settings[name], bound):        # a NaN is within no bound
-                raise ConfigError(f"{name} must be {words} {bound}, but is {settings[name]}")
+                raise UserError(f"{name} must be {words} {bound}, but is {settings[name]}")
     for name, allowed in (choices or {}).items():
         if settings[name] not in allowed:
-            raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, but is {settings[name]!r}")
+            raise UserError(f"{name} must be one of {', '.join(map(str, allowed))}, but is {settings[name]!r}")
 
 
 def check_names(settings, *lists):
-    """Raises ConfigError if one of these settings, lists of names or paths, holds anything else."""
+    """Raises UserError if one of these settings, lists of names or paths, holds anything else."""
     for name in lists:
         if not all(isinstance(word, str) and word for word in settings[name]):
-            raise ConfigError(f"{name} must be names with commas between them, but is {settings[name]}; "
+            raise UserError(f"{name} must be names with commas between them, but is {settings[name]}; "
                               f"a name that is a number is written as ./5")
 
 

@@ -1,9 +1,8 @@
-"""Writes text to disk as shards of tokens, and reads windows of these tokens for training and evaluation.
+"""Writes text to disk as tokens, and reads windows of these tokens for training and evaluation.
 
-A prepared folder holds, for each split,
-  train_00000.bin, ...   shards: a header, then uint16 tokens. Each document is followed by end-of-text.
-and meta.json, which is written last: a folder without it is unfinished. A folder of question sets
-holds one <task>.jsonl for each task instead.
+A prepared folder holds train.bin and val.bin, which are uint16 tokens and nothing else, with end-of-text after each
+document; and meta.json, which is written last: a folder without it is unfinished. A folder of question sets holds one
+<task>.jsonl for each task instead.
 
 This file prepares the default corpus, Python's own source, and reads all folders. tools/prepare.py
 prepares other text and question sets; training does not need it.
@@ -11,7 +10,6 @@ prepares other text and question sets; training does not need it.
     python data.py stdlib                                   # the default corpus: no download
     python data.py jsonl *.jsonl.zst --val valid.jsonl --tokenizer gpt2 --out data/mine
 """
-from configurator import UserError  # first: see quiet_interrupt
 import functools
 import hashlib
 import json
@@ -31,14 +29,12 @@ import numpy as np
 import tiktoken
 import torch
 
+from configurator import UserError
 from files import load_json, misfit, read_record, write_file, writing
 
-# A shard begins with a header of 256 int32 words: MAGIC, VERSION, the number of tokens, then zeros.
-MAGIC, VERSION = 0x42444C4D, 1
-HEADER_WORDS, HEADER_BYTES = 256, 1024
-SHARD_TOKENS = 100_000_000
+VERSION = 2                         # of the format of a prepared folder
 SPLITS = ("train", "val")
-HUB = {                             # `python data.py NAME`: repository, revision, files, split
+HUB = {                             # what `python data.py NAME` downloads: repository, revision, files, split
     "dclm": ("mlfoundations/dclm-baseline-1.0", "a3b142c183aebe5af344955ae20836eb34dcf69b",
              r"global-shard.*/local-shard.*/.*\.jsonl\.zst", "train"),
     "c4": ("allenai/c4", "main", r"en/c4-validation\..*\.json\.gz", "val"),
@@ -57,15 +53,9 @@ COUNT = range(1, 2 ** 48)
 META = (                            # the two forms of meta.json, see files.misfit: text; question sets
     {"source": str, "revision": str, "tokenizer": re.compile("|".join(VOCABULARY)), "vocab_size": COUNT,
      "skipped": range(2 ** 48), "splits": {"*": {
-         "tokens": COUNT, "documents": COUNT, "utf8_bytes": COUNT,
-         "shards": [{"file": re.compile(r"[a-z]+_\d+\.bin"), "tokens": COUNT}]}}},
-    {"tasks": {"*": lambda info: False,         # no other task
-               **{f"?{task}": {"questions": COUNT, "source": str, "split": str} for task in TASKS}}},
+         "tokens": COUNT, "documents": COUNT, "utf8_bytes": COUNT}}},
+    {"tasks": {"*": {"questions": COUNT, "source": str, "split": str}}},
 )
-
-
-class DataError(UserError):
-    """Text or questions that cannot be used."""
 
 
 # -- tokenizers -----------------------------------------------------------------------------------
@@ -75,18 +65,18 @@ def get_tokenizer(name):
     """The tokenizer "bytes" or "gpt2" as a tiktoken.Encoding; its last id is the mask.
 
     bytes: 256 byte values, <|endoftext|> 256, <|mask|> 257. gpt2: GPT-2's ids, <|mask|> 50257.
-    Raises DataError for another name, and if GPT-2's files are neither cached nor reachable.
+    Raises UserError for another name, and if GPT-2's files are neither cached nor reachable.
     """
     if name == "bytes":
         return tiktoken.Encoding(
             "bytes", pat_str=r"[\s\S]", mergeable_ranks={bytes([i]): i for i in range(256)},
             special_tokens={"<|endoftext|>": 256, "<|mask|>": 257})
     if name != "gpt2":
-        raise DataError(f"there is no tokenizer {name!r}: choose bytes or gpt2")
+        raise UserError(f"there is no tokenizer {name!r}: choose bytes or gpt2")
     try:
         base = tiktoken.get_encoding("gpt2")
     except Exception as error:      # network, proxy and disk raise many types of errors
-        raise DataError(
+        raise UserError(
             f"GPT-2's BPE files cannot be downloaded ({type(error).__name__}): go online once, or set "
             "TIKTOKEN_CACHE_DIR to a folder in which tiktoken has cached them") from None
     return tiktoken.Encoding(
@@ -108,11 +98,8 @@ def encode(tokenizer, text):
     The text "<|endoftext|>" in a document is ordinary text, not the special token. Lone surrogates,
     which JSON can express but UTF-8 cannot, become U+FFFD.
     """
-    try:
-        utf8 = text.encode()
-    except UnicodeEncodeError:
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        utf8 = text.encode()
+    text = re.sub("[\ud800-\udfff]", "\ufffd", text)
+    utf8 = text.encode()
     if tokenizer.name == "bytes":
         tokens = np.frombuffer(utf8, np.uint8)
     else:
@@ -126,10 +113,10 @@ ELSEWHERE = "choose another --out"
 
 
 def check_out(out, *ours):
-    """Raises DataError if the folder `out` holds files, but none with a name of `ours`: it is not our folder."""
+    """Raises UserError if the folder `out` holds files, but none with a name of `ours`: it is not our folder."""
     names = {p.name for p in out.iterdir() if p.suffix != ".tmp"} if out.exists() else set()
     if names and names.isdisjoint(ours):
-        raise DataError(f"{out} is not empty, and this command did not make it: {ELSEWHERE}")
+        raise UserError(f"{out} is not empty, and this command did not make it: {ELSEWHERE}")
 
 
 def write_json(path, value):
@@ -137,31 +124,29 @@ def write_json(path, value):
     write_file(path, json.dumps(value, indent=1) + "\n", ELSEWHERE)
 
 
-def append(path, size, data, header=b""):
-    """Cuts a file to `size` bytes, which drops what an interrupted run wrote after them; size 0: makes a new file. Then
-    appends `data`, writes `header` over the beginning, and syncs."""
-    with open(path, "r+b" if size else "wb", buffering=0) as file:
+def append(path, size, data):
+    """Cuts a file to `size` bytes, which drops what an interrupted run wrote after them, then appends `data` and syncs.
+    size 0: makes a new file."""
+    with open(path, "r+b" if size else "wb") as file:
         if file.seek(0, os.SEEK_END) < size:
-            raise DataError(f"{path} is shorter than it was: remove {path.parent} and start again")
+            raise UserError(f"{path} is shorter than it was: remove {path.parent} and start again")
         file.truncate(size)
-        for start, part in ((size, data), (0, header)):
-            file.seek(start)
-            view = memoryview(part).cast("B")
-            while view:             # an unbuffered write may take less than it is given
-                view = view[file.write(view):]
+        file.seek(size)
+        file.write(data)
+        file.flush()
         os.fsync(file.fileno())
 
 
 class SplitWriter:
-    """Appends documents to one split's shards.
+    """Appends documents to the file of one split.
 
-    Its whole state is three counts: tokens, documents and UTF-8 bytes. The length of each file
-    follows from the first, so a writer that starts from the counts of an earlier save() continues there
-    and overwrites anything later. The same documents always give the same files.
+    Its whole state is three counts: tokens, documents and UTF-8 bytes. The file has two bytes for each token, so a
+    writer that starts from the counts of an earlier save() continues there and overwrites anything later. The same
+    documents always give the same file.
     """
 
-    def __init__(self, out, split, shard_tokens=SHARD_TOKENS, tokens=0, documents=0, utf8_bytes=0):
-        self.out, self.split, self.shard_tokens = Path(out), split, shard_tokens
+    def __init__(self, out, split, tokens=0, documents=0, utf8_bytes=0):
+        self.path = Path(out, f"{split}.bin")
         self.tokens, self.documents, self.utf8_bytes = tokens, documents, utf8_bytes
         self.pending, self.sizes, self.n_pending = [], [], 0
 
@@ -173,21 +158,12 @@ class SplitWriter:
 
     def save(self):
         """Writes the added documents to disk and returns the counts. Raises OSError, for example on a full disk."""
-        tokens = np.concatenate([np.empty(0, "<u2"), *self.pending])
-        n_written = self.tokens
-        while len(tokens):
-            # `filled` tokens of this shard are on disk. `part` goes into it, the other tokens into the next shard.
-            shard, filled = divmod(n_written, self.shard_tokens)
-            part, tokens = np.split(tokens, [self.shard_tokens - filled])
-            header = np.zeros(HEADER_WORDS, "<i4")
-            header[:3] = MAGIC, VERSION, filled + len(part)
-            size = HEADER_BYTES + 2 * filled if filled else 0
-            body = part if filled else header.tobytes() + part.tobytes()        # a new file has no header yet
-            append(self.out / f"{self.split}_{shard:05d}.bin", size, body, header)
-            n_written += len(part)
+        if self.pending:
+            append(self.path, 2 * self.tokens, np.concatenate(self.pending))
+        self.tokens += self.n_pending
         self.documents += len(self.sizes)
         self.utf8_bytes += sum(self.sizes)
-        self.tokens, self.pending, self.sizes, self.n_pending = n_written, [], [], 0
+        self.pending, self.sizes, self.n_pending = [], [], 0
         return self.counts()
 
     def counts(self):
@@ -196,12 +172,7 @@ class SplitWriter:
 
     def describe(self):
         """This split's part of meta.json. Call save() first."""
-        shards = []
-        for start in range(0, self.tokens, self.shard_tokens):
-            path = self.out / f"{self.split}_{start // self.shard_tokens:05d}.bin"
-            n = min(self.shard_tokens, self.tokens - start)
-            shards.append(dict(file=path.name, tokens=n, sha256=sha256(path)))
-        return dict(**self.counts(), shards=shards)
+        return dict(**self.counts(), sha256=sha256(self.path))
 
 
 def sha256(path):
@@ -241,7 +212,7 @@ def stdlib_texts(root):
 
 
 def write_stdlib(out, root):
-    """Writes the .py files below root into the empty folder `out`. Raises DataError if a split gets none."""
+    """Writes the .py files below root into the empty folder `out`. Raises UserError if a split gets none."""
     writers, skipped = {split: SplitWriter(out, split) for split in SPLITS}, 0
     for name, text in stdlib_texts(root):
         skipped += text is None
@@ -250,7 +221,7 @@ def write_stdlib(out, root):
             writers[split].add(*encode(get_tokenizer("bytes"), text))
     for split, writer in writers.items():
         if not writer.save()["documents"]:
-            raise DataError(
+            raise UserError(
                 f"{root} holds no Python source for the {split} split: use text of your own, "
                 f"{command_for('DIR')} --tokenizer bytes --val_fraction 0.05")
     write_meta(out, "Python's standard library", platform.python_version(), "bytes", writers,
@@ -263,7 +234,7 @@ def prepare_stdlib(out="data/stdlib", root=None, advice=ELSEWHERE):
     A file's split depends on its relative path alone. Tests, installed packages and generated
     tables are left out. Empty and unreadable files are skipped; meta.json counts the unreadable ones.
     The folder is complete when it appears. An existing one is kept. Returns the content of meta.json.
-    Raises DataError, or UserError with `advice` at its end if the folder cannot be written.
+    Raises UserError; it ends in `advice` if the folder cannot be written.
     """
     out, root = Path(out), Path(root or sysconfig.get_path("stdlib"))
     if (out / "meta.json").is_file():
@@ -275,9 +246,6 @@ def prepare_stdlib(out="data/stdlib", root=None, advice=ELSEWHERE):
         try:
             write_stdlib(work, root)
             os.rename(work, out)
-        except OSError:             # another process may have written the same folder first: then use that
-            if not (out / "meta.json").is_file():
-                raise
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return read_meta(out)
@@ -300,14 +268,14 @@ def read_json(path, form):
 
 
 def read_meta(path):
-    """meta.json of a prepared folder. Raises DataError if the folder is missing or unfinished."""
+    """meta.json of a prepared folder. Raises UserError if the folder is missing or unfinished."""
     path = Path(path)
     if (path / "meta.json").is_file():
         return read_json(path / "meta.json", META)
     if (path / "progress.json").is_file():
         command = read_json(path / "progress.json", {"command": str})["command"]
-        raise DataError(f"{path} is unfinished: run this again and it continues: {command}")
-    raise DataError(f"{path} holds no prepared data: run {command_for(path)}")
+        raise UserError(f"{path} is unfinished: run this again and it continues: {command}")
+    raise UserError(f"{path} holds no prepared data: run {command_for(path)}")
 
 
 @functools.lru_cache(maxsize=4)
@@ -341,7 +309,7 @@ class TokenData:
     """One split of a prepared folder: one long sequence of tokens on disk, read in windows.
 
     path: the folder. split: "train" or "val". tokenizer: the name that the folder must have been
-    prepared with; None accepts any. Raises DataError if the folder is unfinished or damaged, has
+    prepared with; None accepts any. Raises UserError if the folder is unfinished or damaged, has
     no such split, or holds tokens of another tokenizer.
     """
 
@@ -349,57 +317,36 @@ class TokenData:
         self.path, self.split, self.meta = Path(path), split, read_meta(path)
         found = self.meta.get("tokenizer", "no")         # question sets have none
         if found == "no" or tokenizer not in (None, found):
-            raise DataError(
+            raise UserError(
                 f"{path} holds {found} tokens, not {tokenizer or 'text'} tokens: choose another "
                 f"folder, or run {command_for('DIR')} --tokenizer {tokenizer or 'gpt2'}")
         if split not in self.meta["splits"]:
             more = " --val PATH..." * (split == "val")
-            raise DataError(f"{path} has no {split} split: run {command_for('DIR')}{more}")
+            raise UserError(f"{path} has no {split} split: run {command_for('DIR')}{more}")
         info = self.meta["splits"][split]
-        if sum(shard["tokens"] for shard in info["shards"]) != info["tokens"] or \
-                self.meta["vocab_size"] != VOCABULARY[found]:
-            raise self._damaged(f"{path}/meta.json contradicts itself")
         self.n_tokens, self.n_bytes = info["tokens"], info["utf8_bytes"]
         self.bytes_per_token = self.n_bytes / self.n_tokens
-        self.shards = [self._check(shard["file"], shard["tokens"]) for shard in info["shards"]]
-        # Shard i holds tokens starts[i]..starts[i + 1] - 1 of the split.
-        self.starts = np.cumsum([0] + [shard["tokens"] for shard in info["shards"]])
+        self.file = self.path / f"{split}.bin"
+        if not self.file.is_file() or self.file.stat().st_size != 2 * self.n_tokens:
+            raise self._damaged(f"{self.file} is missing or truncated")
 
     def _damaged(self, what):
-        return DataError(f"{what}: remove {self.path} and run {command_for(self.path)}")
-
-    def _check(self, file, tokens):
-        """Checks the length and the header of one shard and returns its path. Raises DataError."""
-        path = self.path / file
-        if not path.is_file() or path.stat().st_size != HEADER_BYTES + 2 * tokens:
-            raise self._damaged(f"{path} is missing or truncated")
-        if np.fromfile(path, "<i4", 3).tolist() != [MAGIC, VERSION, tokens]:
-            raise self._damaged(f"{path} is not a shard of this format")
-        return path
+        return UserError(f"{what}: remove {self.path} and run {command_for(self.path)}")
 
     def _read(self, start, length):
-        """Tokens start..start + length - 1 of the split, which may lie in several shards: int64 (length,).
+        """Tokens start..start + length - 1 of the split: int64 (length,).
 
         Plain reads are faster here than a memory map, which has a page fault for every 4 KiB.
         """
-        out, done = np.empty(length, np.int64), 0
-        shard = int(np.searchsorted(self.starts, start, "right")) - 1
-        while done < length:
-            offset = start + done - self.starts[shard]
-            n = min(length - done, self.starts[shard + 1] - start - done)
-            part = np.fromfile(self.shards[shard], "<u2", n, offset=HEADER_BYTES + 2 * offset)
-            out[done:done + len(part)] = part
-            done, shard = done + len(part), shard + 1
-        if out.max() >= self.meta["vocab_size"] - 1:    # the last id is the mask, which never occurs in data
+        out = np.fromfile(self.file, "<u2", length, offset=2 * start).astype(np.int64)
+        if out.max() >= VOCABULARY[self.meta["tokenizer"]] - 1:     # the last id is the mask, which never occurs in data
             raise self._damaged(f"{self.path} holds token {out.max()}, outside its vocabulary")
         return out
 
     def n_windows(self, seq_len):
-        """The number of whole windows of seq_len tokens in the split. Raises DataError if it is 0."""
-        if seq_len < 1:
-            raise DataError(f"seq_len must be at least 1, but is {seq_len}")
+        """The number of whole windows of seq_len tokens in the split. Raises UserError if it is 0."""
         if self.n_tokens < seq_len:
-            raise DataError(
+            raise UserError(
                 f"{self.path}'s {self.split} split has {self.n_tokens:,} tokens, less than one "
                 f"sequence of {seq_len:,}: ask for shorter ones, or prepare more: {command_for('DIR')}")
         return self.n_tokens // seq_len
@@ -422,8 +369,6 @@ class TokenData:
     def sequences(self, seq_len, count=None):
         """`count` windows, spread evenly over the split and in order: int64 (n, seq_len). All of them if count is None,
         0 or too large."""
-        if count and count < 0:
-            raise DataError(f"there are no {count} sequences: ask for 1 or more, or 0 for all")
         windows = self.n_windows(seq_len)
         n = min(windows, count or windows)
         return torch.from_numpy(np.stack([self._read(i * windows // n * seq_len, seq_len) for i in range(n)]))
@@ -467,15 +412,15 @@ def byte_baselines(train_tokens, val_tokens):
 
 def task_paths(folder, wanted):
     """{task: path} of the tasks `wanted` in a folder of question sets; of all tasks if `wanted` is empty. Raises
-    DataError for a missing or unknown task."""
+    UserError for a missing or unknown task."""
     found = {path.stem: path for path in Path(folder).glob("*.jsonl")}
     for name in [*wanted, *found]:
         if name not in TASKS:
-            raise DataError(f"{name} is no task: the files of {folder} and --tasks must have names of "
+            raise UserError(f"{name} is no task: the files of {folder} and --tasks must have names of "
                             f"{', '.join(TASKS)}")
     missing = [name for name in wanted or found or ["question set"] if name not in found]
     if missing:
-        raise DataError(f"{folder} holds no {missing[0]}: run python data.py mcqa --out {folder}")
+        raise UserError(f"{folder} holds no {missing[0]}: run python data.py mcqa --out {folder}")
     return {name: found[name] for name in TASKS if name in (wanted or found)}
 
 
@@ -518,7 +463,7 @@ def encode_choices(tokenizer, contexts, choices, max_len):
 def load_questions(path, tokenizer, max_len, limit=0, seed=0):
     """Reads the questions of a prepared <task>.jsonl: [dict(pairs, cut, gold)], see encode_choices. limit: take only
     this many, chosen at random by `seed`, because neighbouring questions may be variants of each other. Raises
-    DataError with the line number of a malformed question."""
+    UserError with the line number of a malformed question."""
     lines = [(n, line) for n, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
     if 0 < limit < len(lines):
         lines = [lines[i] for i in sorted(permutation(seed, 0, len(lines))[:limit])]
@@ -528,10 +473,10 @@ def load_questions(path, tokenizer, max_len, limit=0, seed=0):
             contexts, choices, gold = check_question(json.loads(line))
             pairs, cut = encode_choices(tokenizer, contexts, choices, max_len)
         except (ValueError, RecursionError) as error:   # errors of JSON and UTF-8 are ValueErrors as well
-            raise DataError(f"{path}:{number}: {error}") from None
+            raise UserError(f"{path}:{number}: {error}") from None
         questions.append(dict(pairs=pairs, cut=cut, gold=gold))
     if not questions:
-        raise DataError(f"{path} holds no questions: run python data.py mcqa again")
+        raise UserError(f"{path} holds no questions: run python data.py mcqa again")
     return questions
 
 
@@ -544,18 +489,15 @@ def show(path):
     if "splits" not in meta:
         return print(f"{path}: {len(meta['tasks'])} question sets")
     tokenizer = get_tokenizer(meta["tokenizer"])
-    print(f"{path}: {meta['source']} {meta['revision']}, {meta['tokenizer']} tokens, vocabulary "
+    print(f"{path}: {' '.join([meta['source'], meta['revision']]).strip()}, {meta['tokenizer']} tokens, vocabulary "
           f"{meta['vocab_size']:,}, {meta['skipped']} bad documents skipped")
     for split, info in meta["splits"].items():
         data = TokenData(path, split)
-        print(f"{split}: {data.n_tokens:,} tokens in {len(data.shards)} shards, "
-              f"{info['documents']:,} documents, {data.n_bytes:,} bytes, "
+        print(f"{split}: {data.n_tokens:,} tokens, {info['documents']:,} documents, {data.n_bytes:,} bytes, "
               f"{data.bytes_per_token:.3f} bytes per token")
         print("   ", repr(tokenizer.decode(data.sequences(min(100, data.n_tokens), 1)[0].tolist())))
 
 
 if __name__ == "__main__":
-    # When it runs as a script, this file is the module __main__, and tools.prepare imports a second copy of it as
-    # `data`. All the work is done by that copy: an `except DataError` here would not catch its data.DataError.
     from tools.prepare import main
     main(sys.argv[1:])

@@ -18,7 +18,7 @@ import math
 import torch
 
 import ops
-from configurator import ConfigError, check
+from configurator import UserError, check
 
 DECODERS = ("random", "confidence", "threshold", "first_hitting")
 MAX_LOGITS = 2 ** 24                    # the most logits of one row that exist at a time
@@ -28,7 +28,7 @@ PERMUTATION_STREAM, TIME_STREAM = -1, -2
 
 
 def check_decoder(settings):
-    """Raises ConfigError for the first value in `settings`, a dict of a Sampler's fields, that is out of bounds."""
+    """Raises UserError for the first value in `settings`, a dict of a Sampler's fields, that is out of bounds."""
     check(settings, least=dict(tokens_per_step=1, threshold=0, temperature=0, top_k=0),
           most=dict(threshold=1, top_p=1), above=dict(top_p=0), choices=dict(decoder=DECODERS))
 
@@ -52,10 +52,10 @@ class Sampler:
     def __post_init__(self):
         check_decoder(vars(self))
         if not self.seeds:
-            raise ConfigError("there are no seeds; give one for each row")
+            raise UserError("there are no seeds; give one for each row")
         for seed in self.seeds:
             if not isinstance(seed, int) or not -2 ** 63 <= seed < 2 ** 63:
-                raise ConfigError(f"a seed must be a whole number that fits into int64, but one is {seed}")
+                raise UserError(f"a seed must be a whole number that fits into int64, but one is {seed}")
         if self.decoder == "first_hitting":
             self.tokens_per_step = 1
 

@@ -14,7 +14,6 @@ once, into its cache. The first active block holds the rest of the context and t
 takes several blocks, each sees the earlier ones clean and the later ones not at all. Positions after the answer stay
 masked, because nothing is known of them.
 """
-from configurator import ConfigError, check, check_names, configure, script  # first: see quiet_interrupt
 import dataclasses
 import functools
 import hashlib
@@ -30,9 +29,10 @@ import torch
 import ops
 import paper
 import sample
+from configurator import UserError, check, check_names, configure, script
 from data import TokenData, batches, bits_per_byte, load_questions, noise_generators, sha256, task_paths
 from files import check_file, write_file
-from model import ModelError, cast_for_inference
+from model import cast_for_inference
 from nelbo import masked_cross_entropy, nelbo_counts, progress
 from parallel import Parallel, hardware, pick_dtype, select_kernels
 
@@ -57,7 +57,6 @@ out = ""                                # also write the JSON to this file
 device = "auto"                         # auto, cpu, cuda or mps
 dtype = "auto"                          # auto: bfloat16 if the GPU has it, else float32; logits are fp32
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
-dist_timeout = 300                      # seconds after which a collective that a rank has not joined ends the job
 # ---------------------------------------------------------------------------------------------
 
 TABLES = {                              # part of a result: the columns of its table, each as figure:decimals
@@ -81,11 +80,11 @@ def ratio(numerator, denominator=1.0):
 
 def gather(parallel, array):
     """Joins the ranks' parts of an array: each rank's array is zero where another rank did the work, so their sum has
-    everything. All ranks get it. A collective: every rank must call it. Raises ModelError unless all values are
+    everything. All ranks get it. A collective: every rank must call it. Raises UserError unless all values are
     finite."""
     array = np.array(parallel.sum(array.ravel().tolist())).reshape(array.shape)
     if not np.isfinite(array).all():
-        raise ModelError("the likelihoods are not finite: this checkpoint's training failed; use "
+        raise UserError("the likelihoods are not finite: this checkpoint's training failed; use "
                          "an earlier one")
     return array
 
@@ -342,7 +341,7 @@ def open_checkpoint(path, dev):
 
 def open_with_texts(path, dev):
     """As `open_checkpoint`, and the folders of text to score: returns the model, its tokenizer, the folders, and the
-    dict. Raises DataError or ModelError for a text that the model cannot score."""
+    dict. Raises UserError for a text that the model cannot score."""
     model, tokenizer, known = open_checkpoint(path, dev)
     folders = data or ([] if mcqa else [known["data"] or "data/stdlib"])
     for folder in folders:                              # both calls are here for the errors that they raise
@@ -419,14 +418,12 @@ def print_paper_table(results):
 
 
 def check_settings():
-    """Raises ConfigError or DataError, before any work, for settings that cannot work."""
-    check(globals(), least=dict(sequences=0, mc=1, batch_size=1, seq_len=0, limit=0, seed=0, dist_timeout=1),
+    """Raises UserError, before any work, for settings that cannot work."""
+    check(globals(), least=dict(sequences=0, mc=1, batch_size=1, seq_len=0, limit=0, seed=0),
           choices=dict(score=("pll", "nelbo"), dtype=("auto", "float32", "bfloat16")))
     check_names(globals(), "checkpoint", "data", "tasks")
-    if not checkpoint:
-        raise ConfigError("there is nothing to evaluate; name a file with --checkpoint=PATH")
     if tasks and not mcqa:
-        raise ConfigError("tasks are files of a question set; add --mcqa=FOLDER")
+        raise UserError("tasks are files of a question set; add --mcqa=FOLDER")
     check_file("out", out, rb'\{"eval"')
     if mcqa:
         task_paths(mcqa, tasks)
@@ -444,7 +441,7 @@ def as_json(results, dtype, **machine):
 
 def main():
     check_settings()
-    parallel, results = Parallel(device, dist_timeout), []
+    parallel, results = Parallel(device), []
     use_bf16 = pick_dtype(dtype, parallel.device) == torch.bfloat16
     line, machine = select_kernels(kernels, parallel.device), hardware(parallel.device)
     if parallel.rank == 0:

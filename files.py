@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 
-from configurator import ConfigError, UserError
+from configurator import UserError
 
 PICTURE = rb"\x89PNG|%PDF|<\?xml"                         # how a png, pdf or svg begins, for `check_file`
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)     # of an OSError: disk full, quota used up, file too large
@@ -32,7 +32,7 @@ def need(package, what):
 def check_file(name, path, kind=rb"\{", inputs=()):
     """
     Checks the path of an output file at the start of a run that will write it at the end, and makes its folder. name:
-    the setting that holds the path; an empty path is allowed and means no file. Raises ConfigError if the file cannot
+    the setting that holds the path; an empty path is allowed and means no file. Raises UserError if the file cannot
     be written, if it is one of the files `inputs`, or if it exists and does not begin with the pattern `kind` (by
     default that of a JSON object), because then it is some other file that would be lost. Changes no existing file.
     """
@@ -53,7 +53,7 @@ def check_file(name, path, kind=rb"\{", inputs=()):
         elif beginning and not re.match(kind, beginning, re.DOTALL):
             why = "holds something else, which would be lost"
     if why:
-        raise ConfigError(f"{name} is {path}, which {why}; name another file")
+        raise UserError(f"{name} is {path}, which {why}; name another file")
 
 
 @contextlib.contextmanager
@@ -72,11 +72,11 @@ def writing(path, advice, errors=OSError):
 
 
 def lock(file, refusal):
-    """Locks an open file or folder until it is closed. Raises ConfigError(refusal) if another process has locked it."""
+    """Locks an open file or folder until it is closed. Raises UserError(refusal) if another process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(refusal) from None
+        raise UserError(refusal) from None
     except OSError:
         pass                                            # a file system without locks
 
@@ -84,7 +84,7 @@ def lock(file, refusal):
 @contextlib.contextmanager
 def locked(folder, advice):
     """A context that makes and locks a folder, until processes that inherit the lock have ended, too. Raises
-    ConfigError, which ends in `advice`, if another process has locked it."""
+    UserError, which ends in `advice`, if another process has locked it."""
     os.makedirs(folder, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     os.set_inheritable(descriptor, True)

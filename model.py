@@ -18,7 +18,6 @@ number of tokens or rows.
     python model.py                                   parameter counts of every config
     python -m pytest tests/test_model.py              its tests
 """
-from configurator import ConfigError, UserError, fit, run_config, script     # first: see quiet_interrupt
 import dataclasses
 import glob
 import math
@@ -30,11 +29,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import ops
+from configurator import UserError, fit, run_config, script
 from paper import PARAMS
-
-
-class ModelError(UserError):
-    """A request that the model, a cache or a checkpoint cannot serve."""
 
 
 @dataclasses.dataclass
@@ -61,7 +57,7 @@ class ModelConfig:
     def __post_init__(self):
         def require(ok, message):
             if not ok:
-                raise ModelError(message)
+                raise UserError(message)
         for name, value in vars(self).items():
             require(isinstance(value, bool) or value > 0, f"{name} must be above 0, but is {value}")
         require(self.vocab_size > 1, "vocab_size must be above 1, but is 1: the last id is the mask")
@@ -94,16 +90,16 @@ class ModelConfig:
         return self.vocab_size - 1
 
     def block_len_for(self, s):
-        """The length of a diffusion block in s tokens: a full-sequence model takes them as one. Raises ModelError
+        """The length of a diffusion block in s tokens: a full-sequence model takes them as one. Raises UserError
         unless s is whole blocks."""
         l = s if self.full_sequence else self.block_len
         if s == 0 or s % l:
-            raise ModelError(f"{s} tokens are not whole blocks of block_len {self.block_len}; choose a multiple of it, "
+            raise UserError(f"{s} tokens are not whole blocks of block_len {self.block_len}; choose a multiple of it, "
                              f"such as {-(-max(s, 1) // self.block_len) * self.block_len}")
         return l
 
     def for_length(self, s):
-        """The same model for sequences of s tokens. Raises ModelError unless s is whole blocks and within the rotary
+        """The same model for sequences of s tokens. Raises UserError unless s is whole blocks and within the rotary
         capacity."""
         return dataclasses.replace(self, seq_len=s, block_len=self.block_len_for(s))
 
@@ -483,7 +479,7 @@ class BlockDiffusionLM(nn.Module):
         """Rotary tables (cos, sin) of positions 0..length-1, each (length, head_dim / 2)."""
         c, weight = self.config, self.embed.weight
         if length > c.rope_capacity:
-            raise ModelError(f"{length} tokens are beyond the rotary capacity of {c.rope_capacity}; "
+            raise UserError(f"{length} tokens are beyond the rotary capacity of {c.rope_capacity}; "
                              f"ask for a shorter length")
         key = (weight.device, ops.at_least_fp32(weight.dtype))
         if self._rope is None or self._rope[0] != key or self._rope[1].size(1) < length:
@@ -591,7 +587,7 @@ class BlockDiffusionLM(nn.Module):
 
     def new_cache(self, batch, max_len, block_len=None):
         """An empty cache for `batch` rows of at most max_len finished tokens each. An active block of block_len tokens
-        (default: the model's) may follow them. Raises ModelError if max_len is beyond the rotary capacity."""
+        (default: the model's) may follow them. Raises UserError if max_len is beyond the rotary capacity."""
         c, weight = self.config, self.embed.weight
         # Raises beyond the capacity. Makes the table long enough for `rope_after`: for the active block as well.
         self.rope(max(max_len, min(max_len + (block_len or c.block_len), c.rope_capacity)))
@@ -610,15 +606,15 @@ class BlockDiffusionLM(nn.Module):
         """Appends finished blocks x0 (b, m) to the cache; m is a multiple of the block length. About chunk_tokens
         tokens of all rows together go through the model at a time, because kernels fail at tensors of 2^31 elements.
         The cache does not depend on it, up to rounding: a chunk is whole blocks, and tokens see no later block.
-        on_chunk(n) is called after n more tokens of each row. Raises ModelError for a full-sequence model, for parts of
+        on_chunk(n) is called after n more tokens of each row. Raises UserError for a full-sequence model, for parts of
         blocks, and if the cache is too small."""
         if x0.size(1) == 0:
             return
         if self.config.full_sequence:
-            raise ModelError("a full-sequence model has no prefix cache: put the prompt in its window")
+            raise UserError("a full-sequence model has no prefix cache: put the prompt in its window")
         l = self.config.block_len_for(x0.size(1))
         if int(cache.lengths.max()) + x0.size(1) > cache.max_len:
-            raise ModelError(f"the cache holds {cache.max_len} tokens and cannot take "
+            raise UserError(f"the cache holds {cache.max_len} tokens and cannot take "
                              f"{x0.size(1)} more; make it with a larger max_len")
         step = max(chunk_tokens // (l * len(x0)), 1) * l
         c = self.condition_clean()
@@ -649,9 +645,9 @@ class BlockDiffusionLM(nn.Module):
         return self.logits(self.denoise_hidden(xt, cache, t))
 
     def check_active(self, xt):
-        """Raises ModelError if the active block xt (b, l) has another length than the blocks of training."""
+        """Raises UserError if the active block xt (b, l) has another length than the blocks of training."""
         if not self.config.full_sequence and xt.size(1) != self.config.block_len:
-            raise ModelError(f"this model was trained with blocks of {self.config.block_len} tokens and "
+            raise UserError(f"this model was trained with blocks of {self.config.block_len} tokens and "
                              f"cannot denoise a block of {xt.size(1)}; give new_engine its block length")
 
 
@@ -696,7 +692,7 @@ def train_flops(config, s, masked=0.5):
 
 def config_from_file(path):
     """The ModelConfig of a config file, given by its path or its name in config/. Its training settings are ignored.
-    Raises ConfigError for a file that cannot be read, ModelError for a shape that cannot work."""
+    Raises UserError for a file that cannot be read, or a shape that cannot work."""
     defaults = dataclasses.asdict(ModelConfig())
     settings = run_config(path, defaults)
     return ModelConfig(**{k: fit(k, v, defaults[k], path) for k, v in settings.items() if k in defaults})
@@ -720,7 +716,7 @@ if __name__ == "__main__":
         if {"-h", "--help"} & set(sys.argv):
             print(__doc__.strip())
         elif sys.argv[1:]:
-            raise ConfigError(f"there are no settings here, so leave out {' '.join(sys.argv[1:])}; --help "
+            raise UserError(f"there are no settings here, so leave out {' '.join(sys.argv[1:])}; --help "
                               f"says what it prints")
         else:
             main()

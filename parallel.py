@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 
 import ops
-from configurator import ConfigError, check
+from configurator import UserError, check
 
 ROOT = pathlib.Path(__file__).resolve().parent
 
@@ -37,13 +37,13 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 def pick_device(name):
     """The name of the device to use. "auto" is cuda if there is one, else cpu. It is never mps, which lacks the fp64
-    that sampling draws in. Raises ConfigError for a device that this machine lacks."""
+    that sampling draws in. Raises UserError for a device that this machine lacks."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     count = dict(cpu=1, cuda=torch.cuda.device_count(), mps=int(torch.backends.mps.is_available()))
     kind, _, index = (name if ":" in name else f"{name}:0").partition(":")
     if not index.isdecimal() or int(index) >= count.get(kind, 0):
-        raise ConfigError(f"this machine has no device '{name}'; use --device=auto")
+        raise UserError(f"this machine has no device '{name}'; use --device=auto")
     return name
 
 
@@ -74,19 +74,19 @@ def select_kernels(setting, device, training=True):
       mamba_ssm   those of the packages mamba-ssm and causal-conv1d, and plain ones for the rest
 
     training: False if the caller only generates. Then the kernels that only training and evaluation use are not loaded.
-    Raises ConfigError for another setting, or if mamba_ssm cannot run.
+    Raises UserError for another setting, or if mamba_ssm cannot run.
     """
     check(dict(kernels=setting), choices=dict(kernels=("auto", "torch", "mamba_ssm")))
     ops.FAST.clear()
     if setting == "mamba_ssm":
         if not (ampere_or_later(device) and has_fast()):
-            raise ConfigError(f"kernels=mamba_ssm needs a GPU of compute capability 8.0 or more, and the folder fast/; "
+            raise UserError(f"kernels=mamba_ssm needs a GPU of compute capability 8.0 or more, and the folder fast/; "
                               f"this is {device}; use --kernels=auto")
         from fast import mamba_ssm
         try:
             return mamba_ssm.select()
         except ImportError as error:
-            raise ConfigError(f"kernels=mamba_ssm needs the package mamba-ssm ({error}); MAMBA_FORCE_BUILD=TRUE "
+            raise UserError(f"kernels=mamba_ssm needs the package mamba-ssm ({error}); MAMBA_FORCE_BUILD=TRUE "
                               f"MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation "
                               f"mamba-ssm==2.3.2.post1 einops") from None
     if torch.device(device).type != "cuda":
@@ -167,9 +167,9 @@ def described(record):
 class Parallel:
     """The rank, the world size and the device of this process, read from the environment variables that torchrun sets.
     With more than one process it starts the process group. timeout: seconds after which a collective that another rank
-    has not joined raises an error. Raises ConfigError for a device that this machine lacks."""
+    has not joined raises an error. Raises UserError for a device that this machine lacks."""
 
-    def __init__(self, device, timeout):
+    def __init__(self, device, timeout=300):
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.device = torch.device(pick_device(device))
         if self.device.type == "cuda":
@@ -202,13 +202,13 @@ def lost_rank(error):
 
 def share_of_batch(batch_size, micro_batch_size, rank, world):
     """The rows of the global batch that this rank runs: a list with one range of rows for each micro-batch. Raises
-    ConfigError if batch_size is not a multiple of world, or a rank's rows are not a multiple of micro_batch_size."""
+    UserError if batch_size is not a multiple of world, or a rank's rows are not a multiple of micro_batch_size."""
     if batch_size % world:
-        raise ConfigError(f"batch_size must be a multiple of the {world} processes, but is {batch_size}")
+        raise UserError(f"batch_size must be a multiple of the {world} processes, but is {batch_size}")
     share = batch_size // world
     micro = min(micro_batch_size or share, share)
     if share % micro:
-        raise ConfigError(f"micro_batch_size must divide the {share} sequences that each process has per step, "
+        raise UserError(f"micro_batch_size must divide the {share} sequences that each process has per step, "
                           f"but is {micro}")
     return [range(i, i + micro) for i in range(rank * share, (rank + 1) * share, micro)]
 
@@ -227,8 +227,7 @@ class ShardedAdamW:
       3. all-gather        every rank gets all updated parameters
 
     With one process the shard is the buffer itself, and nothing is communicated. state_dict is a dict by parameter
-    name, so a checkpoint resumes on any number of ranks. `python -m tools.sharding` compares this with torch's own
-    ZeroRedundancyOptimizer and FSDP.
+    name, so a checkpoint resumes on any number of ranks.
     """
 
     def __init__(self, model, lr, betas, weight_decay, rank=0, world=1):

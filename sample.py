@@ -10,7 +10,6 @@ eq. partial-reverse). All four models generate this way; a full-sequence model t
 `generate` is the loop to read and to import. What a denoising step reveals is in decoders.py. In shapes, b is the
 batch (one row for each sample), l the tokens of a block, m any number of tokens, d the width of the model.
 """
-from configurator import STARTED, ConfigError, check, configure, script, tqdm  # first: see quiet_interrupt
 import codecs
 import dataclasses
 import functools
@@ -20,14 +19,17 @@ import signal
 import sys
 import time
 
+STARTED = time.time()                   # torch, which comes next, takes seconds to import
+
 import torch
 
 import ops
 from checkpoint import copy_row, find_checkpoint, fingerprint, load_model, load_prefix, read_prefix, save_prefix
-from data import VOCABULARY, DataError, get_tokenizer
+from configurator import UserError, check, configure, script, tqdm
+from data import VOCABULARY, get_tokenizer
 from decoders import ActiveBlock, Sampler, check_decoder
 from files import check_file
-from model import BlockDiffusionLM, ModelError, cast_for_inference, config_from_file, take
+from model import BlockDiffusionLM, cast_for_inference, config_from_file, take
 from parallel import has_fast, pick_device, pick_dtype, select_kernels
 
 # ---------------------------------------------------------------------------------------------
@@ -111,18 +113,18 @@ def open_engine(wanted, model, dtype=torch.float32):
       auto     graphs if select_kernels selected the kernels of fast/, else simple
 
     All engines use the same random numbers: their tokens differ only where rounding of the logits changes a draw.
-    Raises ConfigError for an engine that cannot run.
+    Raises UserError for an engine that cannot run.
     """
     check(dict(engine=wanted), choices=dict(engine=ENGINES))
     place = model.embed.weight.device.type
     if place == "mps":
-        raise ConfigError("device=mps lacks the fp64 that sampling draws in; use --device=cpu")
+        raise UserError("device=mps lacks the fp64 that sampling draws in; use --device=cpu")
     if wanted == "simple" or (wanted == "auto" and (place == "cpu" or "cached_attention" not in ops.FAST)):
         return cast_for_inference(model, dtype), SimpleEngine
     if wanted == "graphs" and place == "cpu":
-        raise ConfigError("engine=graphs records CUDA graphs, but the model is on the CPU; use --engine=auto")
+        raise UserError("engine=graphs records CUDA graphs, but the model is on the CPU; use --engine=auto")
     if not has_fast():
-        raise ConfigError(f"engine={wanted} needs the folder fast/, which is not here; use --engine=simple")
+        raise UserError(f"engine={wanted} needs the folder fast/, which is not here; use --engine=simple")
     from fast.engine import new_engine
     from fast.inference import inference_model
     return inference_model(model, dtype), functools.partial(new_engine, wanted)
@@ -148,7 +150,7 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
     and be empty. sampler: Sampler with one seed for each prompt. stop_token: a row ends after its first one, without a
     suffix. prefix: a Prefix that comes before every prompt; its tokens are part of the returned rows. on_block(row,
     tokens) is called after each block with the new tokens of a row, on_step(xt) after each denoising step, on_read(n)
-    when n more tokens of the prompts have been read. Raises ModelError for a request that `plan` refuses.
+    when n more tokens of the prompts have been read. Raises UserError for a request that `plan` refuses.
     """
     c, device = model.config, model.embed.weight.device
     if prefix is not None:
@@ -156,7 +158,7 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
     totals = [len(p) + length + len(suffix) for p in prompts]
     l, starts, n_blocks = plan(c, prompts, length, len(suffix))
     if len(sampler.seeds) != len(prompts):
-        raise ConfigError(f"the sampler has {len(sampler.seeds)} seeds; give it {len(prompts)}, one for each prompt")
+        raise UserError(f"the sampler has {len(sampler.seeds)} seeds; give it {len(prompts)}, one for each prompt")
     called = time.perf_counter()
     # A block is committed so that the blocks after it can see it. No block comes after the last one, so it is never
     # committed, and the cache needs no room for it.
@@ -245,25 +247,25 @@ def plan(config, prompts, length, n_suffix=0):
                   which are read into the cache.
       n_blocks    how many blocks are unmasked
     For example, 21 prompt tokens, length 20 and l = 16 give starts = [16] and n_blocks = 2: the first block has 5 known
-    tokens and 11 masks, the second has 16 masks, of which 9 are needed. Raises ModelError for a request that cannot be
+    tokens and 11 masks, the second has 16 masks, of which 9 are needed. Raises UserError for a request that cannot be
     served, before any work.
     """
     totals = [len(p) + length + n_suffix for p in prompts]
     if length < 1:
-        raise ModelError(f"length must be at least 1, but is {length}")
+        raise UserError(f"length must be at least 1, but is {length}")
     if config.full_sequence and min(totals) != max(totals):
-        raise ModelError("a full-sequence model takes prompts of one length at a time; give it others in another call")
+        raise UserError("a full-sequence model takes prompts of one length at a time; give it others in another call")
     l = max(totals) if config.full_sequence else config.block_len
     starts = [len(p) // l * l for p in prompts]
     n_blocks = max(-(-(total - start) // l) for total, start in zip(totals, starts))
     if n_suffix and n_blocks > 1:
         # A block sees only itself and what comes before it. It would not see a suffix that lies in a later block.
-        raise ModelError(f"a suffix must end in the block of {l} tokens in which the prompt ends, which has room for "
+        raise UserError(f"a suffix must end in the block of {l} tokens in which the prompt ends, which has room for "
                          f"{l - max(len(p) % l for p in prompts)}; length and suffix are {length + n_suffix} tokens; "
                          f"shorten one")
     end = max(starts) + n_blocks * l
     if end > config.rope_capacity:
-        raise ModelError(f"prompt and length make {end} tokens in whole blocks, which is beyond the rotary "
+        raise UserError(f"prompt and length make {end} tokens in whole blocks, which is beyond the rotary "
                          f"capacity of {config.rope_capacity}; ask for a shorter length or prompt")
     return l, starts, n_blocks
 
@@ -294,20 +296,20 @@ BAR_DELAY = 2                           # seconds before a progress bar appears
 
 
 def check_settings():
-    """Checks all that can be checked before a model is loaded and a prompt is read. Raises ConfigError."""
+    """Checks all that can be checked before a model is loaded and a prompt is read. Raises UserError."""
     check(globals(), least=dict(length=1, num_samples=1, seed=0), most=dict(num_samples=2 ** 20),
           below=dict(seed=2 ** 63),
           choices=dict(init=("", "random"), dtype=("auto", "float32", "bfloat16"), engine=ENGINES))
     check_decoder(dict(globals(), tokens_per_step=tokens_per_step or 1))
     if bool(init) != bool(model_config):
-        raise ConfigError("--init=random and --model_config=FILE, a file of config/, go together; give both or none")
+        raise UserError("--init=random and --model_config=FILE, a file of config/, go together; give both or none")
     check_file("save_cache", save_cache, rb"PK.*nanobdlm-prefix", (prompt_file, load_cache))
 
 
 def tokenizer_of(model, name, path):
-    """The tokenizer of that name. Raises ModelError if its token ids are not the model's. path: for the message."""
+    """The tokenizer of that name. Raises UserError if its token ids are not the model's. path: for the message."""
     if VOCABULARY.get(name) != model.config.vocab_size:
-        raise ModelError(f"{path} has {model.config.vocab_size} token ids, not those of its tokenizer, {name}; "
+        raise UserError(f"{path} has {model.config.vocab_size} token ids, not those of its tokenizer, {name}; "
                          f"vocab_size must be 258 for bytes and 50258 for gpt2")
     return get_tokenizer(name)
 
@@ -336,14 +338,14 @@ def open_model(device):
 def read_text(prompt, prompt_file):
     """The text of --prompt or --prompt_file, or "" if neither is given."""
     if prompt and prompt_file:
-        raise ConfigError("prompt and prompt_file are both given; leave one out")
+        raise UserError("prompt and prompt_file are both given; leave one out")
     if not prompt_file:
         return prompt
     try:
         with open(prompt_file, encoding="utf-8-sig") as f:
             return f.read()
     except UnicodeError as error:
-        raise DataError(f"{prompt_file} is not UTF-8 (byte {error.start}); convert it, for example with "
+        raise UserError(f"{prompt_file} is not UTF-8 (byte {error.start}); convert it, for example with "
                         f"iconv") from None
 
 

@@ -8,7 +8,6 @@ BlockDiffusionLM.loss: all blocks at once, each masked token weighted by 1/t.
 Data order and noise are functions of (seed, step, row of the global batch). So a run that is resumed, or continues with
 another number of GPUs or another micro-batch size, stays the same run up to the order of summation.
 """
-from configurator import ConfigError, check, configure, mute, script, settings_of, tqdm  # first: see quiet_interrupt
 import contextlib
 import functools
 import glob
@@ -22,9 +21,10 @@ import time
 import torch
 
 from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from configurator import UserError, check, configure, mute, script, settings_of, tqdm
 from data import VOCABULARY, TokenData, bits_per_byte, byte_baselines, noise_generators, prepare_stdlib
 from files import lock, misfit, write_file, writing
-from model import BlockDiffusionLM, ModelConfig, ModelError, train_flops
+from model import BlockDiffusionLM, ModelConfig, train_flops
 from nelbo import nelbo_counts
 from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, lost_rank, matmul_ceiling, pick_dtype,
                       select_kernels, share_of_batch)
@@ -92,13 +92,12 @@ def learning_rate_at(step, peak, floor, warmup, total):
 
 def plot_log(path, png):
     """Draws training and validation loss (nats per token) from log.jsonl."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
     rows = log_rows(path).values()
     train = [(r["step"], r["loss"]) for r in rows if r.get("loss")]
     val = [(r["step"], r["val_loss"]) for r in rows if "val_loss" in r]
-    fig, ax = plt.subplots(figsize=(7, 4))
+    fig = Figure(figsize=(7, 4))
+    ax = fig.subplots()
     ax.plot(*zip(*train), color="0.6", lw=1, label="training, mean since the last point")
     if val:
         ax.plot(*zip(*val), color="tab:blue", marker="o", ms=4, label="validation")
@@ -107,7 +106,6 @@ def plot_log(path, png):
     ax.legend(frameon=False)
     fig.tight_layout()
     fig.savefig(png, dpi=120)
-    plt.close(fig)
 
 
 def log_rows(path):
@@ -123,21 +121,21 @@ def log_rows(path):
 
 def load_weights(model, weights):
     """Copies weights, {name: tensor}, of another run into the model. No parameter depends on the block length, so a
-    full-sequence model can become a block model, and long blocks short ones. Raises ModelError for the first parameter
+    full-sequence model can become a block model, and long blocks short ones. Raises UserError for the first parameter
     that is missing on one side or has another shape."""
     mine = model.state_dict()
     for name in sorted({*mine, *weights}):
         here, there = ("missing" if name not in table else "x".join(map(str, table[name].shape))
                        for table in (mine, weights))
         if here != there:
-            raise ModelError(f"init_from: {name} is {there} in that checkpoint and {here} in this run; use the "
+            raise UserError(f"init_from: {name} is {there} in that checkpoint and {here} in this run; use the "
                              f"attn_every, n_layer, d_model and other shapes of that checkpoint")
     model.load_state_dict(weights)
 
 
 class Log:
     """out_dir/log.jsonl, one object per line. A resumed run drops the lines after its checkpoint. The file is locked
-    while the run lasts: a second run in the same folder is refused (ConfigError). `validated` holds the steps whose
+    while the run lasts: a second run in the same folder is refused (UserError). `validated` holds the steps whose
     validation is logged. enabled: False on ranks that write nothing."""
 
     def __init__(self, path, step, enabled):
@@ -178,7 +176,7 @@ class Log:
 # The script
 
 def check_settings():
-    """Raises ConfigError, before any file is opened, for settings that cannot work. Derives warmup_iters."""
+    """Raises UserError, before any file is opened, for settings that cannot work. Derives warmup_iters."""
     global warmup_iters
     check(globals(), least=dict(
         batch_size=1, micro_batch_size=0, seq_len=1, max_iters=1, warmup_iters=-1, min_lr=0, weight_decay=0,
@@ -190,17 +188,17 @@ def check_settings():
     if warmup_iters < 0:
         warmup_iters = min(200, max_iters // 10)
     if warmup_iters >= max_iters:
-        raise ConfigError(f"warmup_iters must be below max_iters ({max_iters}), but is {warmup_iters}; "
+        raise UserError(f"warmup_iters must be below max_iters ({max_iters}), but is {warmup_iters}; "
                           f"add --warmup_iters=0")
     if vocab_size != VOCABULARY[tokenizer]:
-        raise ConfigError(f"vocab_size is {vocab_size} but the {tokenizer} tokenizer has {VOCABULARY[tokenizer]} "
+        raise UserError(f"vocab_size is {vocab_size} but the {tokenizer} tokenizer has {VOCABULARY[tokenizer]} "
                           f"ids with the mask; set --vocab_size={VOCABULARY[tokenizer]}")
     if not out_dir:
-        raise ConfigError("out_dir is empty; name a folder for checkpoints and the log")
+        raise UserError("out_dir is empty; name a folder for checkpoints and the log")
     for name, what in (("ckpt.pt", "add --resume to continue it"), ("log.jsonl", "move it away")):
         path = os.path.join(out_dir, name)
         if not (resume or eval_only) and os.path.exists(path) and os.path.getsize(path):
-            raise ConfigError(f"{path} holds a run; {what}, or choose another --out_dir")
+            raise UserError(f"{path} holds a run; {what}, or choose another --out_dir")
 
 
 def open_data(parallel, say):
@@ -220,7 +218,7 @@ def continue_run(path, model, optimizer, settings, say):
     config = vars(model.config)
     if record["config"] != config:
         changed = [k for k, v in config.items() if record["config"].get(k) != v]
-        raise ModelError(f"{path} was trained with another {', '.join(changed)}; use the same "
+        raise UserError(f"{path} was trained with another {', '.join(changed)}; use the same "
                          f"settings, or another out_dir")
     watched = ("seed batch_size data max_iters learning_rate warmup_iters min_lr weight_decay beta1 beta2 grad_clip "
                "eval_sequences eval_samples")
@@ -379,7 +377,7 @@ def main():
             bad_steps, skipped = bad_steps + 1, skipped + 1
             say(f"step {step}: loss {loss}, gradient norm {norm}: step skipped ({bad_steps} in a row)")
             if bad_steps == 3:
-                raise ModelError(f"three steps in a row were not finite; lower learning_rate; {last_checkpoint()}")
+                raise UserError(f"three steps in a row were not finite; lower learning_rate; {last_checkpoint()}")
         step += 1
         # A signal may reach one rank only, but all must stop at the same step. So ranks ask each other, which is a
         # collective, every ten steps.
@@ -408,7 +406,7 @@ def main():
             stopping = stopping or val_loss is None
         if step % eval_interval == 0 or step == max_iters or stopping:
             if not save() and step == max_iters:
-                raise ModelError(f"training ended in steps or weights that are not finite; lower learning_rate; "
+                raise UserError(f"training ended in steps or weights that are not finite; lower learning_rate; "
                                  f"{last_checkpoint()}")
         logged_at += time.time() - paused                   # validating and saving do not count as training time
         if step == first_step + 1:                          # speed and ETA are those of later steps

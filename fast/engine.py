@@ -13,7 +13,7 @@ import sys
 import torch
 
 import ops
-from configurator import ConfigError
+from configurator import UserError
 from decoders import ActiveBlock
 from model import take
 
@@ -117,18 +117,18 @@ class FastEngine:
 
 def new_engine(wanted, model, cache, sampler, block_len):
     """
-    Builds the FastEngine of an engine. "graphs": CUDA graphs, or a ConfigError if they cannot be recorded. "auto":
+    Builds the FastEngine of an engine. "graphs": CUDA graphs, or a UserError if they cannot be recorded. "auto":
     CUDA graphs; if they cannot be recorded, prints the reason once and runs without them. "fused": no CUDA graphs.
     """
     if wanted == "graphs" and cache.max_len and "cached_attention" not in ops.FAST:
-        raise ConfigError("no CUDA graphs: they need the Triton kernels (--kernels=auto, pip install triton)")
+        raise UserError("no CUDA graphs: they need the Triton kernels (--kernels=auto, pip install triton)")
     if wanted != "fused":
         try:
             return FastEngine(model, cache, sampler, block_len, graphs=True)
         except RuntimeError as error:
             why = f"no CUDA graphs: one could not be recorded: {str(error).splitlines()[0]}"
             if wanted == "graphs":
-                raise ConfigError(why) from None
+                raise UserError(why) from None
             say_once(why)
             cache.clear()
     return FastEngine(model, cache, sampler, block_len, graphs=False)

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 
 import ops
+from configurator import UserError
 from fast import plain
-from model import Attention, BlockDiffusionLM, Layer, ModelError, cast_for_inference, modulate, take
+from model import Attention, BlockDiffusionLM, Layer, cast_for_inference, modulate, take
 
 FEW_ROWS = 512                          # rows of two blocks of 256: a finished one and the active one
 CUT_ON = ("cuda",)                      # devices on which products with few rows are split
@@ -277,7 +278,7 @@ class InferenceModel(BlockDiffusionLM):
         return self.final(stream, c)
 
     def all_block_hidden(self, x0, xt, t):
-        raise ModelError("this model was prepared for generation; train and score with the original model instead")
+        raise UserError("this model was prepared for generation; train and score with the original model instead")
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 import ops
-from configurator import ConfigError
+from configurator import UserError
 from model import BlockDiffusionLM, ModelConfig, config_from_file
 from parallel import ShardedAdamW, select_kernels
 
@@ -65,7 +65,7 @@ def library(load):
     try:
         return load()
     except Exception as error:
-        if isinstance(error, ConfigError):              # says itself what is missing
+        if isinstance(error, UserError):              # says itself what is missing
             return str(error).partition(";")[0]
         return "not installed" if isinstance(error, ImportError) else f"broken: {error!r:.60}"
 

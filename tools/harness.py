@@ -10,7 +10,6 @@ Differences in protocol: acc_norm divides by the characters of an answer, eval.p
 answers score the same, the harness takes the first, and eval.py splits the credit. For perplexity use eval.py: the
 harness asks for a likelihood, and a diffusion model has only a bound (the NELBO). "Greedy" is always false.
 """
-from configurator import ConfigError, check, configure, script, tqdm  # first: see quiet_interrupt
 import itertools
 import json
 import sys
@@ -19,6 +18,7 @@ import torch
 
 import eval as evaluation
 import sample
+from configurator import UserError, check, configure, script, tqdm
 from data import encode_choices, noise_seeds
 from decoders import Sampler
 from files import check_file, write_file
@@ -55,7 +55,7 @@ class NanoBDLM(LM):
 
     def __init__(self, path):
         super().__init__()
-        self.parallel = Parallel(device, 300)
+        self.parallel = Parallel(device)
         dev = self.parallel.device
         self.kernels = select_kernels("auto", dev)
         trained, self.text, self.about = evaluation.open_checkpoint(path, dev)
@@ -76,12 +76,12 @@ class NanoBDLM(LM):
         try:
             questions = [encode_choices(self.text, *zip(*(r.args for r in group)), s)[0] for group in groups]
         except ValueError as error:
-            raise ConfigError(f"task {requests[0].task_name}: {error}") from None
+            raise UserError(f"task {requests[0].task_name}: {error}") from None
         nll = evaluation.score_answers(self.model, questions, self.parallel, score, seed, mc, batch_size * s)
         return [(-float(nll[q, c]), False) for q, group in enumerate(groups) for c in range(len(group))]
 
     def loglikelihood_rolling(self, requests):
-        raise ConfigError("a task asks for the likelihood of whole texts; python eval.py has the NELBO, a bound on it")
+        raise UserError("a task asks for the likelihood of whole texts; python eval.py has the NELBO, a bound on it")
 
     def generate_until(self, requests):
         """The text that continues each context, up to the first of its `until` strings."""
@@ -111,10 +111,10 @@ def main():
           choices=dict(score=("pll", "nelbo"), dtype=("auto", "float32", "bfloat16")))
     check_file("out", out)
     if not tasks:
-        raise ConfigError("there are no tasks; name some of the harness, as in --tasks=piqa,arc_easy")
+        raise UserError("there are no tasks; name some of the harness, as in --tasks=piqa,arc_easy")
     manager = TaskManager(include_path=include_path or None)
     if unknown := [name for name in tasks if not manager.match_tasks([name])]:
-        raise ConfigError(f"the harness has no task '{unknown[0]}'; python -m lm_eval ls tasks lists them")
+        raise UserError(f"the harness has no task '{unknown[0]}'; python -m lm_eval ls tasks lists them")
     model = NanoBDLM(checkpoint)
     print(f"{model.about['model']}, {model.about['parameters']:,} parameters | {model.kernels}", flush=True)
     results = simple_evaluate(model, tasks=tasks, task_manager=manager, limit=limit or None, bootstrap_iters=1000)

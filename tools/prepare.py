@@ -3,12 +3,11 @@ Prepares text for training and evaluation, as folders that data.py reads, and co
 one format. docs/data.md describes the input layouts and the formats.
 
 `python data.py` and `python -m tools.prepare` are the same command. Only this module reads .zst and .parquet files and
-data sets of the hub, for which it needs the packages zstandard, pyarrow and huggingface_hub.
+data sets of the hub; the last two need the packages pyarrow and huggingface_hub.
 
     python data.py jsonl *.jsonl.zst --val valid.jsonl --tokenizer gpt2 --out data/mine
     python data.py dclm --tokens 5e9
 """
-from configurator import UserError, check_words, script, tqdm  # first: see quiet_interrupt
 import argparse
 import contextlib
 import functools
@@ -27,9 +26,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data import (ELSEWHERE, HUB, META, SHARD_TOKENS, SPLITS, TASKS, VERSION, VOCABULARY, DataError, SplitWriter,
-                  check_out, encode, get_tokenizer, prepare_stdlib, read_json, read_meta, sha256,
-                  show, write_json, write_meta)
+try:
+    from compression import zstd        # since Python 3.14
+except ImportError:
+    from backports import zstd
+
+from configurator import UserError, check_words, script, tqdm
+from data import (ELSEWHERE, HUB, META, SPLITS, TASKS, VERSION, VOCABULARY, SplitWriter, check_out, encode,
+                  get_tokenizer, prepare_stdlib, read_json, read_meta, sha256, show, write_json, write_meta)
 from files import NO_ROOM, locked, misfit, need, write_file, writing
 
 SAVE_TOKENS = 4_000_000             # tokens held in memory before they are saved; a kill loses at most these
@@ -38,20 +42,21 @@ DOWNLOAD = "download.tmp"           # folder for downloads, inside the prepared 
 
 
 def unreadable(path, error):
-    """The DataError for an input file that cannot be read."""
+    """The UserError for an input file that cannot be read."""
     why = getattr(error, "strerror", None) or error
-    return DataError(f"{path} cannot be read ({why}): fix that and run the same command again")
+    return UserError(f"{path} cannot be read ({why}): fix that and run the same command again")
 
 
 # -- preparing text: resumable, on all cores, in little memory ------------------------------------
 
 @dataclass
 class Source:
-    """One input file. A resumed preparation must have sources with the same splits, names and sizes."""
+    """One input file. A resumed preparation must have the same sources, unchanged since."""
     split: str
     name: str                       # its ending determines the format
     fetch: Callable[[], Path]       # returns the path; downloads the file first if necessary
-    size: int = 0                   # bytes; 0 for a file on the hub
+    size: int = 0                   # bytes, and the time of the last change in ns; 0 for a file on the hub
+    changed: int = 0
 
 
 @dataclass
@@ -66,26 +71,6 @@ class Batch:
     last: bool = False              # whether this is the last batch of the file
 
 
-def zstd_lines(file):
-    """The lines of a .zst file. Raises OSError if it is damaged, EOFError if its end is missing."""
-    zstandard, rest = need("zstandard", "a .zst file"), b""
-    decoder = zstandard.ZstdDecompressor().decompressobj()
-    while piece := file.read(1 << 16):
-        while piece:
-            if decoder.eof:         # another frame follows
-                decoder = zstandard.ZstdDecompressor().decompressobj()
-            try:
-                *lines, rest = (rest + decoder.decompress(piece)).split(b"\n")
-            except zstandard.ZstdError as error:
-                raise OSError(f"damaged zstd data: {error}") from None
-            yield from (line + b"\n" for line in lines)
-            piece = decoder.unused_data if decoder.eof else b""
-    if not decoder.eof:
-        raise EOFError("truncated zstd data")
-    if rest:
-        yield rest
-
-
 def is_text(name):
     """Whether a file is one document of plain text, not a document of JSON on each line."""
     return re.search(r"\.txt(\.zst|\.gz)?$", name)
@@ -93,8 +78,7 @@ def is_text(name):
 
 def read_records(file, name, done):
     """(line, bytes) of every document after line `done`. A document is a line of JSON, or a whole .txt file."""
-    lines = zstd_lines(file) if name.endswith(".zst") else \
-        gzip.open(file) if name.endswith(".gz") else file
+    lines = zstd.open(file) if name.endswith(".zst") else gzip.open(file) if name.endswith(".gz") else file
     for number, line in enumerate([b"".join(lines)] if is_text(name) else lines, 1):
         if number > done and line.strip():
             yield number, line
@@ -102,7 +86,7 @@ def read_records(file, name, done):
 
 def read_batches(source, index, path, done):
     """The batches of one source after line `done`. If the file is damaged, its last document is a bad one. Raises
-    DataError if the system cannot read the file."""
+    UserError if the system cannot read the file."""
     batch, size, line = Batch(source, index, path), 0, done
     try:
         with open(path, "rb") as file:
@@ -113,7 +97,7 @@ def read_batches(source, index, path, done):
                     batch.read = file.tell()
                     yield batch
                     batch, size = Batch(source, index, path), 0
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, zlib.error, zstd.ZstdError) as error:
         if getattr(error, "errno", None):       # an error of the system; damaged data has no errno
             raise unreadable(path, error) from None
         batch.records.append((line + 1, error))
@@ -181,18 +165,17 @@ class Preparation:
     """
 
     def __init__(self, out, sources, tokenizer, origin, revision="", budget=0, val_fraction=0.0,
-                 skip_bad=False, command="", shard_tokens=None):
+                 skip_bad=False, command=""):
         self.out, self.sources, self.tokenizer = Path(out), sources, get_tokenizer(tokenizer)
         self.origin, self.revision, self.command = origin, revision, command
         self.budget, self.val_fraction, self.skip_bad = int(budget), val_fraction, skip_bad
-        inputs = json.dumps([(s.split, s.name, s.size) for s in sources]).encode()
+        inputs = json.dumps([(s.split, s.name, s.size, s.changed) for s in sources]).encode()
         self.made_from = dict(
             files=len(sources), first=sources[0].name, sha256=hashlib.sha256(inputs).hexdigest(),
-            revision=revision, tokenizer=tokenizer, budget=self.budget, val_fraction=val_fraction,
-            shard_tokens=shard_tokens or SHARD_TOKENS)
+            revision=revision, tokenizer=tokenizer, budget=self.budget, val_fraction=val_fraction)
 
     def run(self, workers=None):
-        """Prepares what is missing and returns the content of meta.json. Raises DataError."""
+        """Prepares what is missing and returns the content of meta.json. Raises UserError."""
         workers = workers or os.cpu_count()
         with writing(self.out, ELSEWHERE), locked(self.out, ELSEWHERE):
             if self.finished():
@@ -212,19 +195,18 @@ class Preparation:
 
     def finished(self):
         """Whether the folder is complete. If not, takes the positions of progress.json; without one, begins at 0.
-        Raises DataError if the folder was made from other files or with other settings."""
+        Raises UserError if the folder was made from other files or with other settings."""
         check_out(self.out, "meta.json", "progress.json")
         self.out.mkdir(parents=True, exist_ok=True)
         names = [name for name in ("meta.json", "progress.json") if (self.out / name).is_file()]
         saved = read_json(self.out / names[0], META if names[0] == "meta.json" else PROGRESS) if names else {}
         if names and saved.get("made_from") != self.made_from:
-            raise DataError(f"{self.out} was made from other files or with other settings: move it away, or "
+            raise UserError(f"{self.out} was made from other files or with other settings: move it away, or "
                             "choose another --out")
         if "meta.json" in names:
             return True
         self.position, self.skipped = saved.get("position", [0, 0]), saved.get("skipped", 0)
-        size, counts = self.made_from["shard_tokens"], saved.get("splits", {})
-        self.writers = {s: SplitWriter(self.out, s, size, **counts.get(s, {})) for s in SPLITS}
+        self.writers = {s: SplitWriter(self.out, s, **saved.get("splits", {}).get(s, {})) for s in SPLITS}
         self.save()
         return False
 
@@ -278,10 +260,10 @@ class Preparation:
         bar.update(self.budgeted_tokens() - bar.n)
 
     def bad(self, what):
-        """Counts a bad document. Without skip_bad, saves all earlier documents and raises DataError."""
+        """Counts a bad document. Without skip_bad, saves all earlier documents and raises UserError."""
         if not self.skip_bad:
             self.save()
-            raise DataError(f"{what}; add --skip_bad and run the same command again to continue without it, or fix "
+            raise UserError(f"{what}; add --skip_bad and run the same command again to continue without it, or fix "
                             "the document and choose another --out")
         self.skipped += 1
         print(f"skipped {what}", file=sys.stderr)
@@ -297,7 +279,7 @@ class Preparation:
         wanted = [source.split for source in self.sources] + ["val"] * (self.val_fraction > 0)
         for split in wanted:
             if not self.writers[split].documents:
-                raise DataError(f"no document went to the {split} split: remove {self.out} and give more text, "
+                raise UserError(f"no document went to the {split} split: remove {self.out} and give more text, "
                                 "another --val_fraction, or files with --val; a .txt file is one document")
         meta = write_meta(self.out, self.origin, self.revision, self.tokenizer.name, self.writers,
                           self.skipped, self.made_from)
@@ -316,21 +298,22 @@ class Preparation:
 
 
 def local_sources(paths, split):
-    """Sources for the user's own files. Raises DataError for a missing file or an unknown ending."""
+    """Sources for the user's own files. Raises UserError for a missing file or an unknown ending."""
     sources = []
     for path in map(Path, paths):
         if not path.is_file():
-            raise DataError(f"{path} is not a file: name .jsonl or .txt files, also as .zst or .gz")
+            raise UserError(f"{path} is not a file: name .jsonl or .txt files, also as .zst or .gz")
         if not re.search(r"\.(jsonl|json|txt)(\.zst|\.gz)?$", path.name):
-            raise DataError(f"{path} must have one of the endings .jsonl, .json and .txt, perhaps before .zst or .gz")
-        sources.append(Source(split, path.name, functools.partial(Path, path), path.stat().st_size))
+            raise UserError(f"{path} must have one of the endings .jsonl, .json and .txt, perhaps before .zst or .gz")
+        sources.append(Source(split, path.name, functools.partial(Path, path), path.stat().st_size,
+                              path.stat().st_mtime_ns))
     return sources
 
 
 # -- data sets on the hub -------------------------------------------------------------------------
 
 def on_hub(repo, call, *args, **kwargs):
-    """Calls a function of huggingface_hub and turns its errors into a DataError."""
+    """Calls a function of huggingface_hub and turns its errors into a UserError."""
     try:
         return call(repo, *args, **kwargs)
     except Exception as error:      # the hub's, the network's and the disk's errors
@@ -341,7 +324,7 @@ def on_hub(repo, call, *args, **kwargs):
         if type(error).__name__ == "GatedRepoError":
             what = (f"is gated: accept its licence at https://huggingface.co/datasets/{repo} in a browser, log in here "
                     f"with `hf auth login`, and run this again")
-        raise DataError(f"{repo} {what}") from None
+        raise UserError(f"{repo} {what}") from None
 
 
 def hub_files(repo, revision, wanted, out, local=None, what=""):
@@ -361,7 +344,7 @@ def hub_files(repo, revision, wanted, out, local=None, what=""):
             repo, hub.hf_hub_download, name, local_dir=Path(out, DOWNLOAD), **where))
     names = sorted(name for name in held if re.fullmatch(wanted, name))
     if not names:
-        raise DataError(f"{local or repo} holds no {what or f'file that matches {wanted}'}"
+        raise UserError(f"{local or repo} holds no {what or f'file that matches {wanted}'}"
                         f" (it holds {', '.join(sorted(held)[:5]) or 'nothing'})")
     return names, fetch, revision
 
@@ -425,7 +408,7 @@ def question(task, row, number):
 
 
 def read_rows(path):
-    """(number, row) of a .jsonl or .parquet file. Raises DataError for a line that is not JSON."""
+    """(number, row) of a .jsonl or .parquet file. Raises UserError for a line that is not JSON."""
     parquet = need("pyarrow.parquet", path) if path.suffix == ".parquet" else None
     try:
         rows = parquet.read_table(path).to_pylist() if parquet else path.read_bytes().splitlines()
@@ -438,7 +421,7 @@ def read_rows(path):
             try:
                 yield number, json.loads(row)
             except (ValueError, RecursionError):
-                raise DataError(f"{path}:{number}: not JSON") from None
+                raise UserError(f"{path}:{number}: not JSON") from None
 
 
 def task_files(task, out, local, split):
@@ -454,7 +437,7 @@ def task_files(task, out, local, split):
 
 
 def prepare_task(task, out, local, split):
-    """Writes out/<task>.jsonl and returns its entry in meta.json. Raises DataError with the file and line of a bad
+    """Writes out/<task>.jsonl and returns its entry in meta.json. Raises UserError with the file and line of a bad
     row."""
     names, fetch, revision = task_files(task, out, local, split)
     rows = []
@@ -463,9 +446,9 @@ def prepare_task(task, out, local, split):
             try:
                 rows.append(question(task, row, number))
             except ValueError as error:
-                raise DataError(f"{fetch(name)}:{number}: {error}") from None
+                raise UserError(f"{fetch(name)}:{number}: {error}") from None
     if not rows:
-        raise DataError(f"{fetch(names[0])} holds no questions")
+        raise UserError(f"{fetch(names[0])} holds no questions")
     write_file(out / f"{task}.jsonl", "".join(json.dumps(row) + "\n" for row in rows), ELSEWHERE)
     return dict(questions=len(rows), source=TASKS[task][0], split=split, revision=revision,
                 files=names, sha256=sha256(out / f"{task}.jsonl"))
@@ -480,12 +463,12 @@ def prepare_mcqa(out="data/mcqa", tasks=None, local=None, split=None):
         tasks = [task for task, (repo, *_) in TASKS.items()
                  if not local or Path(local, task).is_dir() or Path(local, repo).is_dir()]
     if not tasks:
-        raise DataError(f"{local} has no folder named after one of {', '.join(TASKS)}")
+        raise UserError(f"{local} has no folder named after one of {', '.join(TASKS)}")
     with writing(out, ELSEWHERE):
         check_out(out, "meta.json")
         earlier = read_meta(out) if (out / "meta.json").is_file() else {"tasks": {}}
         if "tasks" not in earlier:
-            raise DataError(f"{out} holds text, not question sets: choose another --out")
+            raise UserError(f"{out} holds text, not question sets: choose another --out")
         meta = dict(earlier, format=VERSION, template="lm-evaluation-harness 4e7e0d47")
         out.mkdir(parents=True, exist_ok=True)
         for task in tasks:
@@ -498,31 +481,17 @@ def prepare_mcqa(out="data/mcqa", tasks=None, local=None, split=None):
         if failed:
             with contextlib.suppress(OSError):
                 out.rmdir()                             # removes the folder only if it is empty
-            raise DataError("; ".join(failed) + "; the other tasks are made" * (len(failed) < len(tasks)))
+            raise UserError("; ".join(failed) + "; the other tasks are made" * (len(failed) < len(tasks)))
     return meta
 
 
 # -- the script -----------------------------------------------------------------------------------
 
-def number_type(least, below, whole=True):
-    """A type for argparse: a number with least <= value < below, never nan or inf. 5e9 counts as whole."""
-    def parse(text):
-        try:
-            value = float(text)
-            if least <= value < below and not (whole and value % 1):
-                return int(value) if whole else value
-        except ValueError:
-            pass
-        raise argparse.ArgumentTypeError(
-            f"{text} is not a {'whole ' * whole}number, at least {least} and below {below:,}")
-    return parse
-
-
-def folder_name(text):
-    """A type for argparse: the name of a folder. Refuses an empty name, which would mean the current folder."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError("the name is empty: name a folder")
-    return text
+def count(text):
+    """A type for argparse: a whole number above 0, such as 5e9."""
+    if not 1 <= float(text) <= 1e15:
+        raise ValueError
+    return int(float(text))
 
 
 def parse_arguments(argv):
@@ -537,9 +506,9 @@ def parse_arguments(argv):
     for name, text in helps.items():
         command = commands.add_parser(name, help=text, description=text)
         if name == "show":
-            command.add_argument("dir", type=folder_name)
+            command.add_argument("dir")
             continue
-        command.add_argument("--out", type=folder_name, default=f"data/{name}", required=name == "jsonl")
+        command.add_argument("--out", default=f"data/{name}", required=name == "jsonl")
         if name == "jsonl":
             command.add_argument("paths", nargs="*", metavar="PATH", help="training text")
             command.add_argument("--val", nargs="+", default=[], metavar="PATH",
@@ -548,18 +517,18 @@ def parse_arguments(argv):
             command.add_argument("--tokenizer", default="gpt2", choices=[*VOCABULARY])
             command.add_argument("--skip_bad", action="store_true",
                                  help="count bad documents and go on")
-            command.add_argument("--workers", type=number_type(1, 1025), help="threads (default: cores)")
+            command.add_argument("--workers", type=count, help="threads (default: cores)")
         if name in (*HUB, "mcqa"):
-            command.add_argument("--local", type=folder_name, help="a folder with the hub's layout")
+            command.add_argument("--local", help="a folder with the hub's layout")
         if name in ("jsonl", "dclm"):
-            command.add_argument("--val_fraction", type=number_type(0, 1, whole=False), help="share of "
+            command.add_argument("--val_fraction", type=float, help="share of "
                                  "the documents for validation", default=5e-4 * (name == "dclm"))
         if name == "dclm":
-            command.add_argument("--tokens", type=number_type(1, 10**15), required=True,
+            command.add_argument("--tokens", type=count, required=True,
                                  help="stop here, e.g. 5e9")
         if name in ("c4", "paloma"):
-            command.add_argument("--sequences", type=number_type(1, 10**9), default=256)
-            command.add_argument("--seq_len", type=number_type(1, 10**9), default=8192)
+            command.add_argument("--sequences", type=count, default=256)
+            command.add_argument("--seq_len", type=count, default=8192)
         if name == "mcqa":
             command.add_argument("--tasks", nargs="+", choices=list(TASKS))
             command.add_argument("--split", help="of every task, such as validation (default: test for ARC, "
@@ -574,7 +543,7 @@ def prepare_text(args, argv):
         sources = local_sources(args.paths, "train") + local_sources(args.val, "val")
         origin, revision = "local files", ""
         if not sources:
-            raise DataError("no files: name some, as in python data.py jsonl PATH... --out DIR")
+            raise UserError("no files: name some, as in python data.py jsonl PATH... --out DIR")
     else:
         sources, origin, revision = hub_sources(args.command, args.out, args.local)
         budget = args.tokens if args.command == "dclm" else args.sequences * args.seq_len
@@ -594,7 +563,7 @@ def main(argv):
         args = parse_arguments(argv)
         if args.command == "stdlib":
             if "made_from" not in (meta := prepare_stdlib(args.out)) or meta["made_from"]:
-                raise DataError(f"{args.out} holds something else: {ELSEWHERE}")
+                raise UserError(f"{args.out} holds something else: {ELSEWHERE}")
         elif args.command == "mcqa":
             prepare_mcqa(args.out, args.tasks, args.local, args.split)
         elif args.command != "show":

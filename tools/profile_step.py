@@ -6,12 +6,12 @@ name, beside the time that it takes without the profiler.
     python -m tools.profile_step --sampling=true --configs=mamba_h_700m         # denoising steps
     python -m tools.profile_step --sampling=true --whole_block=true --batch=32 --configs=mamba_h_700m
 """
-from configurator import check, check_names, configure, script  # first: see quiet_interrupt
 import json
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from configurator import check, check_names, configure, script
 from bench import training_step
 from decoders import Sampler
 from files import check_file, write_file

@@ -9,7 +9,6 @@ The judge's bits per byte are an upper bound (its NELBO). They are low for good 
 them beside the entropy and the share of repeated 4-grams, and compare with the real continuations. No figure here tells
 whether a text is true, or coherent beyond the judge's context.
 """
-from configurator import ConfigError, check, check_names, configure, script, tqdm  # first: see quiet_interrupt
 import json
 import math
 
@@ -18,6 +17,7 @@ import torch
 
 import eval as evaluation
 import sample
+from configurator import UserError, check, check_names, configure, script, tqdm
 from data import TokenData, noise_seeds, token_bytes
 from decoders import Sampler
 from files import check_file, load_json, misfit, read_record, write_file
@@ -58,7 +58,7 @@ def make_sampler(decoder, rows, mask_id):
         how = dict(threshold=float(value)) if name == "threshold" else dict(tokens_per_step=int(value or 16))
         return Sampler(noise_seeds(seed, rows), name, mask_id=mask_id, **how)
     except ValueError as error:
-        raise ConfigError(f"decoder '{decoder}': {error}; write name:number, as in random:16") from None
+        raise UserError(f"decoder '{decoder}': {error}; write name:number, as in random:16") from None
 
 
 def repeated(tokens):
@@ -105,7 +105,7 @@ def continued(engine, decoder, windows):
 
 def compare():
     """Runs all models with all decoders. Returns what main writes as JSON."""
-    parallel = Parallel(device, 300)
+    parallel = Parallel(device)
     dev, rows = parallel.device, []
     line, half = select_kernels("auto", dev), pick_dtype(dtype, parallel.device)
     judge_model, tokenizer, about_judge = evaluation.open_checkpoint(judge, dev)
@@ -113,12 +113,12 @@ def compare():
     val = TokenData(data or about_judge["data"], "val", tokenizer.name)
     windows = val.sequences(prompt_len + length, n_prompts)
     if len(windows) < n_prompts:
-        raise ConfigError(f"the validation text has {len(windows)} pieces of {prompt_len + length} tokens, n_prompts "
+        raise UserError(f"the validation text has {len(windows)} pieces of {prompt_len + length} tokens, n_prompts "
                           f"is {n_prompts}; lower n_prompts")
     opened = [(path, *evaluation.open_checkpoint(path, dev)) for path in checkpoints]
     for path, model, theirs, _ in [*opened, (judge, judge_model, tokenizer, None)]:
         if model.config.full_sequence or theirs.name != tokenizer.name:
-            raise ConfigError(f"{path} must be a block model with the judge's tokenizer, {tokenizer.name}")
+            raise UserError(f"{path} must be a block model with the judge's tokenizer, {tokenizer.name}")
     kinds = [about["model"] for *_, about in opened]
     for decoder in decoders:                            # a wrong name fails here, before any work
         make_sampler(decoder, [0], 0)
@@ -145,10 +145,9 @@ def show(rows):
 
 def picture(record, path):
     """Bits per byte under the judge against tokens/s; the dashed line is the real text."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    fig, ax = plt.subplots(figsize=(7.5, 4.6))
+    from matplotlib.figure import Figure
+    fig = Figure(figsize=(7.5, 4.6))
+    ax = fig.subplots()
     real, *rows = record["rows"]
     for i, name in enumerate(dict.fromkeys(row["model"] for row in rows)):
         mine = [row for row in rows if row["model"] == name]
@@ -174,21 +173,18 @@ def picture(record, path):
     ax.legend(frameon=False, fontsize=8)
     fig.tight_layout()
     fig.savefig(path, dpi=130)
-    plt.close(fig)
 
 
 def main():
     check(globals(), least=dict(n_prompts=2, prompt_len=1, length=8, batch_size=1, mc=1, seed=0),
           choices=dict(dtype=("auto", "float32", "bfloat16")))
     check_names(globals(), "checkpoints", "decoders")
-    if not (draw or out):
-        raise ConfigError("out is empty; name a file, such as --out=out/quality.json")
     png = f"{(draw or out).removesuffix('.json')}.png"
     check_file("out", png, rb"\x89PNG", [draw])
     if draw:
         record = read_record(draw, load_json, RESULTS, "a file that quality.py wrote", "name another")
     elif not checkpoints or not judge:
-        raise ConfigError("there is nothing to compare; give --checkpoints=out/a,out/b and --judge=out/c")
+        raise UserError("there is nothing to compare; give --checkpoints=out/a,out/b and --judge=out/c")
     else:
         check_file("out", out)
         record = compare()

@@ -10,8 +10,6 @@ paper's grid of four models and five learning rates (tab:validation-87m-full), o
 Each run is one process of `train.py`, followed by one of `eval.py`. After an interrupt or a failure, start the same
 command again: finished runs are kept, and unfinished ones continue from their checkpoints.
 """
-from configurator import (ConfigError, check, check_names, configure, script,  # first: see quiet_interrupt
-                          settings_of, tqdm)
 import contextlib
 import ctypes
 import functools
@@ -30,6 +28,7 @@ import torch
 
 import eval as evaluation
 import train
+from configurator import UserError, check, check_names, configure, script, settings_of, tqdm
 from data import TokenData, prepare_stdlib
 from eval import print_table
 from files import PICTURE, check_file, load_json, locked, misfit, read_record, write_file
@@ -100,12 +99,12 @@ class Run:
         write_json(self.path("run.json"), {**self.state, **news})
 
     def claim(self):
-        """Writes the settings to run.json. Raises ConfigError if the folder holds a run with other settings."""
+        """Writes the settings to run.json. Raises UserError if the folder holds a run with other settings."""
         mine = {k: v for k, v in self.settings.items() if k not in MAY_DIFFER}
         held = self.state.get("settings", mine)
-        changed = [k for k in mine if held.get(k) != mine[k]]
+        changed = [k for k in mine if k in held and held[k] != mine[k]]    # a setting may be newer than the run
         if changed:
-            raise ConfigError(f"{self.folder} holds a run with another {', '.join(changed)}; use the same "
+            raise UserError(f"{self.folder} holds a run with another {', '.join(changed)}; use the same "
                               f"settings, or another out_dir")
         self.remember(settings=mine)
 
@@ -117,7 +116,8 @@ class Run:
 
     @property
     def steps(self):
-        """The step of the last complete line of log.jsonl; 0 if there is none."""
+        """The step of the last complete line of log.jsonl; 0 if there is none. Reads the end of the file alone, as it
+        is asked for several times a second."""
         with contextlib.suppress(OSError, LookupError, ValueError, TypeError), open(self.path("log.jsonl"), "rb") as f:
             f.seek(max(os.path.getsize(f.name) - 4096, 0))
             return json.loads(f.read().split(b"\n")[-2])["step"]
@@ -129,12 +129,6 @@ class Run:
         rows = self.rows()
         return [dict(step=v["step"], val=v["val_loss"], train=loss_before(rows, v["step"]))
                 for v in rows if "val_loss" in v]
-
-    @property
-    def trained(self):
-        """Whether train.py succeeded and logged the validation of its last step, by which runs are compared."""
-        return bool(self.state.get("trained") and self.points and
-                    self.points[-1]["step"] == self.settings["max_iters"])
 
     @property
     def report(self):
@@ -176,7 +170,7 @@ def words_of(text):
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise ConfigError(f"{text!r} cannot be split into words: {error}") from None
+        raise UserError(f"{text!r} cannot be split into words: {error}") from None
 
 
 def read_json_or_none(path):
@@ -204,25 +198,11 @@ def places():
     if not count:
         return [[]] * runs_per_gpu
     if count < gpus_per_run:
-        raise ConfigError(f"a run needs {gpus_per_run} GPUs and this machine has {count}; lower gpus_per_run")
+        raise UserError(f"a run needs {gpus_per_run} GPUs and this machine has {count}; lower gpus_per_run")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[:count]
     names = visible if len(visible) == count and all(visible) else [str(i) for i in range(count)]
     groups = zip(*(names[i::gpus_per_run] for i in range(gpus_per_run)))
     return [list(group) for group in groups] * runs_per_gpu
-
-
-@contextlib.contextmanager
-def signals():
-    """Yields a list. While active, SIGTERM, SIGINT and SIGHUP append their number to it and do not interrupt."""
-    caught, before = [], {}
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:              # as under nohup
-            before[number] = signal.signal(number, lambda number, frame: caught.append(number))
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def start(run, script, place, threads):
@@ -244,39 +224,34 @@ def start(run, script, place, threads):
 def run_all(todo, bar, done):
     """
     Trains the runs, in parallel on all places, and evaluates each right after its training. done() is the position of
-    the progress bar. If a run fails, the reason goes into its `error`, and the others continue. On a signal, terminates
-    all processes (train.py saves a checkpoint), waits for them, and raises KeyboardInterrupt.
+    the progress bar. If a run fails, the reason goes into its `error`, and the others continue. After an interrupt it
+    stops all processes and waits for them: train.py saves a checkpoint.
     """
-    waiting, running, free, again = list(todo), {}, places(), set()
+    waiting, running, free = list(todo), {}, places()
     threads = max(1, (os.cpu_count() or 1) // (len(free) * gpus_per_run))
-    with signals() as stop:
-        while (waiting and not stop) or running:
-            while waiting and free and not stop:
+    try:
+        while waiting or running:
+            while waiting and free:
                 run, place = waiting.pop(0), free.pop(0)
-                script = "eval" if run.trained else "train"
+                script = "eval" if run.state.get("trained") else "train"
                 running[start(run, script, place, threads)] = run, script, place
             time.sleep(0.2)
             for process in [p for p in running if p.poll() is not None]:
                 run, script, place = running.pop(process)
                 free.append(place)
-                if process.returncode == 0:
-                    run.remember(**{"trained": True} if script == "train" else {"evaluated": eval_settings})
-                    if run in again and not run.trained:
-                        run.error = (f"{run.name}: train.py ended twice without the last validation in "
-                                     f"{run.path('log.jsonl')}; move {run.folder} away and start again")
-                    elif script == "train":
-                        again.add(run)
-                        waiting.insert(0, run)
-                elif not stop:
+                if process.returncode:
                     run.error = run.why(script, process.returncode)
-            if news := done() - bar.n:
-                bar.update(news)
-            if stop:
-                for process in running:
-                    process.terminate()
-                for process in running:
-                    process.wait()
-                raise KeyboardInterrupt
+                elif script == "train":
+                    run.remember(trained=True)
+                    waiting.insert(0, run)              # its evaluation comes before the next training
+                else:
+                    run.remember(evaluated=eval_settings)
+            bar.update(done() - bar.n)
+    finally:
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -298,7 +273,7 @@ def summarise(run):
 def score(row):
     """The sort key for the best row: lowest NELBO first, then rows without a NELBO by validation loss."""
     nelbo, val = row.get("eval", {}).get("nelbo"), row.get("val_loss")
-    return (nelbo is None, (math.inf if val is None else val) if nelbo is None else nelbo)
+    return (0, nelbo) if nelbo is not None else (1, math.inf if val is None else val)
 
 
 def best_of(results):
@@ -382,9 +357,7 @@ def picture(results, path, repetitions=()):
     run's other seeds. Below, the perplexity of evaluated runs, ± its standard error. The first seed is drawn thick and
     filled; other seeds, and the runs of `repetitions` (results of other sweeps), thin and hollow.
     """
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 
     every, groups = [*results, *(r for rows in repetitions for r in rows)], {}
@@ -401,7 +374,7 @@ def picture(results, path, repetitions=()):
         axes["minutes of training"] = lambda r, step: step * r["tokens"] / r["steps"] / r["tok_per_s"] / 60
     evaluated = {name: runs for name, runs in groups.items() if any(r.get("eval") for r in runs)}
     heights = [4.4, 0.8 + 0.25 * len(evaluated)] if evaluated else [4.4]                   # inches
-    fig = plt.figure(figsize=(5.5 * len(axes), sum(heights)), layout="constrained")
+    fig = Figure(figsize=(5.5 * len(axes), sum(heights)), layout="constrained")
     top, *rest = fig.subfigures(len(heights), height_ratios=heights, squeeze=False).flat
     top.suptitle("validation (solid), training (dotted); thick: first seed", fontsize=10)
     for i, (ax, (label, x_of)) in enumerate(zip(top.subplots(1, len(axes), squeeze=False).flat, axes.items())):
@@ -423,11 +396,10 @@ def picture(results, path, repetitions=()):
         ax.spines[["top", "right"]].set_visible(False)
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     fig.savefig(path, dpi=130)
-    plt.close(fig)
 
 
 def check_settings():
-    """Raises ConfigError for wrong settings before any run starts."""
+    """Raises UserError for wrong settings before any run starts."""
     check(globals(), least=dict(gpus_per_run=1, runs_per_gpu=1))
     check_names(globals(), "runs", "draw")
     configure(settings_of(vars(evaluation)), [f"--{word}" for word in words_of(eval_settings)])
@@ -441,9 +413,9 @@ def train_and_evaluate():
     every = [Run(line) for line in runs]
     names = [run.folder for run in every]
     if not names:
-        raise ConfigError("there are no runs; name a file that lists some, such as config/sweep/laptop.py")
+        raise UserError("there are no runs; name a file that lists some, such as config/sweep/laptop.py")
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"two runs would write {twice.pop()}; give them different settings")
+        raise UserError(f"two runs would write {twice.pop()}; give them different settings")
     for run in every:
         if run.settings["data"] == "data/stdlib":
             prepare_stdlib()                            # once here; else all runs would prepare it at the same time
@@ -451,7 +423,7 @@ def train_and_evaluate():
     with locked(out_dir, "choose another out_dir"):
         for run in every:
             run.claim()
-        todo = [run for run in every if not (run.trained and run.report)]
+        todo = [run for run in every if not run.report]
         done = lambda: sum(run.steps for run in every) + EVALUATION * sum(bool(run.report) for run in every)
         total = sum(run.settings["max_iters"] + EVALUATION for run in every)
         if todo:
@@ -488,6 +460,7 @@ def main():
 
 if __name__ == "__main__":
     with script("sweep.py"):
+        signal.signal(signal.SIGTERM, signal.default_int_handler)              # as Ctrl-C
         try:
             configure(globals())
             main()

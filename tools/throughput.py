@@ -6,7 +6,7 @@ Draws the throughput figures from the JSON files that bench.py wrote. `python be
 import contextlib
 import os
 
-from configurator import ConfigError
+from configurator import UserError
 from files import load_json, read_record
 from paper import LADDER, MODELS, SAMPLE, TRAIN
 
@@ -19,7 +19,7 @@ def plot(files, figures):
     """Draws the results in the files. If several have the same (config, length) or (config, GPUs), the newest wins."""
     results, found = [], dict(sample={}, train={})
     if not files:
-        raise ConfigError("name what to draw, files that bench.py wrote with --out=FILE: python bench.py plot FILE...")
+        raise UserError("name what to draw, files that bench.py wrote with --out=FILE: python bench.py plot FILE...")
     for path in files:
         r = read_record(path, load_json, RESULTS, "a file that bench.py wrote with --out", "name another")
         about = f"{r['hardware']['name']}, torch {r['hardware']['torch']}"
@@ -36,7 +36,7 @@ def plot(files, figures):
     sample, train = ({place: r for place, r in found[what].items() if "error" not in r}
                      for what in ("sample", "train"))
     if not sample and not train:
-        raise ConfigError("the files hold no results of the 350M models (training) or 700M models (generation); make "
+        raise UserError("the files hold no results of the 350M models (training) or 700M models (generation); make "
                           "some: python bench.py train --out=FILE")
     about = " and ".join(sorted({r["about"] for r in (sample | train).values()}))
     if sample:
@@ -59,10 +59,9 @@ def ratios(speed):
 
 @contextlib.contextmanager
 def figure(figures, name, title, ylabel, note):
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    fig, ax = plt.subplots(figsize=(8, 4.8))
+    from matplotlib.figure import Figure
+    fig = Figure(figsize=(8, 4.8))
+    ax = fig.subplots()
     ax.set_title(title, loc="left", fontsize=11)
     ax.set_ylabel(ylabel)
     ax.spines[["top", "right"]].set_visible(False)
@@ -73,7 +72,6 @@ def figure(figures, name, title, ylabel, note):
     os.makedirs(figures, exist_ok=True)
     fig.tight_layout(rect=(0, 0.045, 1, 1))
     fig.savefig(os.path.join(figures, name), dpi=150)
-    plt.close(fig)
     print(f"wrote {os.path.join(figures, name)}")
 
 

@@ -5,15 +5,14 @@ boundary state each noisy block starts from in Mamba layers.
     python -m tools.two_streams
     python -m tools.two_streams --out=mine.png
 """
-from configurator import check, configure, script  # first: see quiet_interrupt
 import os
 
-import matplotlib
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 import ops
+from configurator import check, configure, script
 from files import PICTURE, check_file
 
 out = "assets/two_streams.png"          # the picture
@@ -29,7 +28,7 @@ def draw_mask(ax):
     for q in range(len(at)):
         for kv in range(len(at)):
             if mask[q, kv]:
-                ax.add_patch(plt.Rectangle((kv, q), 1, 1, lw=0.3, ec="white", fc=CLEAN if kv < n_clean else NOISY))
+                ax.add_patch(Rectangle((kv, q), 1, 1, lw=0.3, ec="white", fc=CLEAN if kv < n_clean else NOISY))
     for i in range(0, len(at) + 1, L):
         ax.axhline(i, color="0.8", lw=0.6, zorder=0)
         ax.axvline(i, color="0.8", lw=0.6, zorder=0)
@@ -44,7 +43,7 @@ def draw_mask(ax):
 
 def draw_states(ax):
     def box(x, y, text, color):
-        ax.add_patch(plt.Rectangle((x, y), 1.5, 0.8, fc=color, ec="none", alpha=0.85))
+        ax.add_patch(Rectangle((x, y), 1.5, 0.8, fc=color, ec="none", alpha=0.85))
         ax.text(x + 0.75, y + 0.4, text, ha="center", va="center", color="white", fontsize=9)
 
     def arrow(start, end, color, **style):
@@ -72,7 +71,8 @@ def draw_states(ax):
 def main():
     check(dict(out=os.path.splitext(out)[1]), choices=dict(out=(".png", ".pdf", ".svg")))
     check_file("out", out, PICTURE)
-    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), width_ratios=[1, 1.35])
+    fig = Figure(figsize=(11, 4.4))
+    left, right = fig.subplots(1, 2, width_ratios=[1, 1.35])
     draw_mask(left)
     draw_states(right)
     fig.tight_layout()

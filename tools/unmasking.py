@@ -7,7 +7,6 @@ or dark mode.
 
 The trace is written beside the picture, as .json. It holds the prompt, the tokens, and the step that revealed each.
 """
-from configurator import ConfigError, check, configure, script  # first: see quiet_interrupt
 import json
 import re
 from xml.sax.saxutils import escape
@@ -16,6 +15,7 @@ import torch
 
 import eval as evaluation
 import sample
+from configurator import UserError, check, configure, script
 from decoders import Sampler
 from files import check_file, load_json, misfit, read_record, write_file
 from parallel import pick_device, pick_dtype, select_kernels
@@ -125,7 +125,7 @@ def main():
           choices=dict(dtype=("auto", "float32", "bfloat16")))
     check_file("out", out, rb"<svg", [prompt_file, trace])
     if not out.endswith(".svg"):
-        raise ConfigError(f"out must end in .svg, but is {out}")
+        raise UserError(f"out must end in .svg, but is {out}")
     if trace:
         found = read_record(trace, load_json, TRACE, "a trace of unmasking.py", "name another")
     else:

@@ -14,10 +14,9 @@ from conftest import (ARCHITECTURES, ENGINES, ROOT, all_models, block_models, bo
 need_fast()
 
 import ops  # noqa: E402
-from configurator import ConfigError  # noqa: E402
+from configurator import UserError
 from fast import engine as fast_engine, inference, plain  # noqa: E402
 from fast.inference import inference_model  # noqa: E402
-from model import ModelError  # noqa: E402
 from sample import generate, generate_naive, open_engine  # noqa: E402
 from test_ops import scan_inputs  # noqa: E402
 
@@ -50,7 +49,7 @@ def test_without_cuda_graphs_the_same_steps_run_and_the_reason_is_printed_once(m
                         new_engine=functools.partial(fast_engine.new_engine, engine)).tokens
     want = generate_by("simple", model, prompts_of(3, 12), 16, make_sampler(model, 2)).tokens
     advice = re.escape("they need the Triton kernels (--kernels=auto, pip install triton)")
-    with pytest.raises(ConfigError, match=advice):
+    with pytest.raises(UserError, match=advice):
         run("graphs")
 
     def broken(engine):
@@ -63,7 +62,7 @@ def test_without_cuda_graphs_the_same_steps_run_and_the_reason_is_printed_once(m
         assert all(torch.equal(a, b) for a, b in zip(run("auto"), want))
     reason = "no CUDA graphs: one could not be recorded: operation not permitted"
     assert capsys.readouterr().err == f"{reason}\n"
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(UserError, match=reason):
         run("graphs")
 
 
@@ -110,12 +109,12 @@ def test_the_model_that_was_prepared_stays_valid(name):
 def test_an_engine_that_cannot_run_and_what_a_prepared_model_cannot_do_is_refused_in_a_sentence():
     model = make_model("mamba_h")
     for engine, message in (("graphs", "the model is on the CPU"), ("sideways", "must be one of")):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(UserError, match=message):
             open_engine(engine, model)
     (x0, xt, t), model = make_batch(model), inference_model(model, torch.float32)
-    with pytest.raises(ModelError, match="prepared for generation; train and score with"):
+    with pytest.raises(UserError, match="prepared for generation; train and score with"):
         model.all_block_logits(x0, xt, t)
-    with pytest.raises(ModelError, match="trained with blocks of 8 tokens and cannot denoise a block of 4"):
+    with pytest.raises(UserError, match="trained with blocks of 8 tokens and cannot denoise a block of 4"):
         model.denoise(xt[:, :4], model.new_cache(3, 8), t[:, 0])
 
 

@@ -15,7 +15,7 @@ import decoders  # noqa: E402
 import fast.two_stream as two_stream  # noqa: E402
 import ops  # noqa: E402
 from checkpoint import fingerprint, load_prefix, read_prefix, save_prefix  # noqa: E402
-from configurator import ConfigError  # noqa: E402
+from configurator import UserError
 from decoders import DECODERS, Sampler  # noqa: E402
 from fast.engine import say_once  # noqa: E402
 from fast.inference import inference_model  # noqa: E402
@@ -276,7 +276,7 @@ def test_without_the_kernels_the_simple_engine_runs_and_graphs_say_what_they_nee
     model = gpu_model("mamba_h", block_len=64).cuda()
     select_kernels("torch", "cuda")
     assert open_engine("auto", model)[1] is SimpleEngine
-    with pytest.raises(ConfigError, match="no CUDA graphs: they need the Triton kernels"):
+    with pytest.raises(UserError, match="no CUDA graphs: they need the Triton kernels"):
         continue_prompts(model, (5, 70), "graphs")
 
 

@@ -15,7 +15,7 @@ need_fast()
 
 import ops  # noqa: E402
 import parallel  # noqa: E402
-from configurator import ConfigError  # noqa: E402
+from configurator import UserError
 from decoders import Sampler  # noqa: E402
 from fast import mamba_ssm  # noqa: E402
 from model import BlockDiffusionLM, ModelConfig  # noqa: E402
@@ -44,13 +44,13 @@ def error(got, want):
 
 
 def test_it_asks_for_a_gpu_and_for_the_package(monkeypatch):
-    with pytest.raises(ConfigError, match="kernels=mamba_ssm needs a GPU .* this is cpu"):
+    with pytest.raises(UserError, match="kernels=mamba_ssm needs a GPU .* this is cpu"):
         select_kernels("mamba_ssm", "cpu")
     monkeypatch.setattr(parallel, "ampere_or_later", lambda device: True)
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)  # `import mamba_ssm` fails
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     mamba_ssm.library.cache_clear()
-    with pytest.raises(ConfigError, match="needs the package mamba-ssm .*pip install --no-deps"):
+    with pytest.raises(UserError, match="needs the package mamba-ssm .*pip install --no-deps"):
         select_kernels("mamba_ssm", "cuda")
     assert ops.FAST == {}
 

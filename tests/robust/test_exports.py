@@ -13,9 +13,9 @@ import torch
 import eval as evaluation
 import sample
 from checkpoint import CARD, CONFIG, EXPORT, WEIGHTS, export, find_checkpoint, load_model, main, save_checkpoint
-from configurator import ConfigError, UserError
+from configurator import UserError
 from conftest import TINY, make_model, make_sampler, prompts_of, run_train, script
-from model import ModelError, cast_for_inference
+from model import cast_for_inference
 
 st = pytest.importorskip("safetensors.torch", reason="needs safetensors, see requirements.txt")
 
@@ -107,7 +107,7 @@ def test_a_model_of_the_hub_is_an_export_that_is_fetched_first(saved, monkeypatc
     assert find_checkpoint("hf://owner/name") == f"{folder}/{WEIGHTS}"
     for name in EXPORT:
         os.remove(f"{folder}/{name}")
-    with pytest.raises(ModelError, match="there is no checkpoint at .*model.safetensors"):
+    with pytest.raises(UserError, match="there is no checkpoint at .*model.safetensors"):
         sample.open_checkpoint("hf://owner/name", "cpu")
 
 
@@ -132,7 +132,7 @@ def test_a_mistake_in_the_command_is_one_sentence(saved, words, message):
 
 def test_an_export_replaces_nothing_and_a_full_disk_leaves_nothing(saved, tmp_path, monkeypatch):
     (tmp_path / "README.md").write_text("mine")
-    with pytest.raises(ConfigError, match="holds README.md already, which would be lost"):
+    with pytest.raises(UserError, match="holds README.md already, which would be lost"):
         export(saved[0], str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == ["README.md", "out"]
     monkeypatch.setattr("files.os.fsync", lambda f: (_ for _ in ()).throw(OSError(28, "No space left on device")))
@@ -216,7 +216,7 @@ def test_a_flipped_bit_or_a_cut_of_the_weights_is_found(saved):
 
 
 def test_training_does_not_resume_from_an_export(corpus, saved):
-    with pytest.raises(ModelError, match="is an export, without the optimizer"):
+    with pytest.raises(UserError, match="is an export, without the optimizer"):
         run_train(TINY + [f"--data={corpus}", f"--out_dir={exported(saved)}", "--resume"])
 
 

@@ -16,11 +16,10 @@ import torch
 import data
 import train
 from checkpoint import load_checkpoint, save_checkpoint
-from configurator import ConfigError, UserError
+from configurator import UserError
 from conftest import (EIGHT_STEPS, ROOT, TINY, Child, make_model, read_log, run_train, script, signals_put_back,
                       start_ranks)
 from files import misfit, write_file
-from model import ModelError
 from parallel import ShardedAdamW
 from test_data import fake_stdlib
 from train import Log
@@ -93,7 +92,7 @@ def test_steps_that_are_not_finite_are_skipped_stop_a_run_and_replace_no_good_ch
     for name, steps, more, message in (
             ("middle", {3, 4, 5}, ["--max_iters=9"], "three steps in a row"),
             ("last", {3, 4}, [], "not finite; lower learning_rate; .*is the last good checkpoint")):
-        with pytest.raises(ModelError, match=message):
+        with pytest.raises(UserError, match=message):
             run_train(argv + [f"--out_dir={tmp_path}/{name}", *more], patch=poison(steps))
         record = load_checkpoint(f"{tmp_path}/{name}/ckpt.pt")
         assert record["step"] == 2 and record["skipped"] == 0
@@ -109,7 +108,7 @@ def test_weights_that_are_not_finite_are_never_saved_and_never_used(corpus, trai
                 super().step(lr, scale)
                 self.flats[0]["flat"][0] = float("inf")
         module.ShardedAdamW = Poisoned
-    with pytest.raises(ModelError, match="there is no checkpoint yet"):
+    with pytest.raises(UserError, match="there is no checkpoint yet"):
         run_train(TINY + [f"--data={corpus}", f"--out_dir={out}", "--max_iters=1", "--warmup_iters=0"], patch=patch)
     assert not os.path.exists(f"{out}/ckpt.pt")
     record = torch.load(f"{trained}/ckpt.pt")
@@ -200,19 +199,6 @@ def test_a_closed_or_full_stdout_ends_no_training(corpus, tmp_path, monkeypatch,
     assert load_checkpoint(f"{tmp_path}/ckpt.pt")["step"] == 4
 
 
-def test_ctrl_c_during_imports_is_a_line():
-    """Scripts import configurator, which handles it, before anything that takes time."""
-    for name in ("train", "sample", "eval", "data", "bench", "checkpoint", "tools/sweep", "tools/quality"):
-        lines = (ROOT / f"{name}.py").read_text().splitlines()
-        first = next(line for line in lines if line.startswith(("import ", "from ")))
-        assert first.startswith("from configurator import "), name
-    stop = "import builtins, sys\nsys.path.insert(0, {!r})\nreal = builtins.__import__\n" \
-        "def importing(name, *rest):\n    if name == 'torch': raise KeyboardInterrupt\n    return real(name, *rest)\n" \
-        "builtins.__import__ = importing\nimport train\n".format(str(ROOT))
-    done = subprocess.run([sys.executable, "-c", stop], stderr=subprocess.PIPE, text=True, timeout=60)
-    assert done.returncode and done.stderr == "stopped\n"
-
-
 def test_sigterm_ends_sampling_without_a_traceback(trained, tmp_path):
     process = Child(tmp_path, "sample.py", f"--out_dir={trained}", "--length=100000", "--prompt=begin")
     process.wait_for("begin")
@@ -263,7 +249,7 @@ def test_a_refused_setting_leaves_the_log_as_it_was_and_a_torn_line_is_dropped(c
     argv = TINY + [f"--data={corpus}", f"--out_dir={out}"]
     run_train(argv + ["--max_iters=5", "--log_interval=3"])
     before = read_log(out)
-    with pytest.raises(ConfigError, match=r"warmup_iters must be below max_iters \(5\), but is 9"):
+    with pytest.raises(UserError, match=r"warmup_iters must be below max_iters \(5\), but is 9"):
         run_train(argv + ["--max_iters=5", "--warmup_iters=9"])
     assert read_log(out) == before
     with open(os.path.join(out, "log.jsonl"), "a") as f:
@@ -281,11 +267,11 @@ def test_a_run_is_neither_overwritten_nor_trained_twice_at_once(corpus, tmp_path
     argv = TINY + [f"--data={corpus}", f"--out_dir={out}"]
     run_train(argv)
     before = [open(f"{out}/{name}", "rb").read() for name in ("ckpt.pt", "log.jsonl")]
-    with pytest.raises(ConfigError, match="ckpt.pt holds a run; add --resume"):
+    with pytest.raises(UserError, match="ckpt.pt holds a run; add --resume"):
         run_train(argv)
     with open(f"{out}/log.jsonl") as held:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with pytest.raises(ConfigError, match="another process is training in"):
+        with pytest.raises(UserError, match="another process is training in"):
             run_train(argv + ["--resume", "--max_iters=9"])
     assert before == [open(f"{out}/{name}", "rb").read() for name in ("ckpt.pt", "log.jsonl")]
     log = read_log(out)
@@ -293,7 +279,7 @@ def test_a_run_is_neither_overwritten_nor_trained_twice_at_once(corpus, tmp_path
     assert read_log(out) == log
     assert "ckpt.pt is at step 4 of 4 already; raise --max_iters" in capsys.readouterr().out
     os.remove(f"{out}/ckpt.pt")
-    with pytest.raises(ConfigError, match="log.jsonl holds a run; move it away, or choose another --out_dir"):
+    with pytest.raises(UserError, match="log.jsonl holds a run; move it away, or choose another --out_dir"):
         run_train(argv)
     assert read_log(out) == log
 
@@ -439,9 +425,7 @@ def test_a_checkpoint_without_its_tokenizer_is_refused(trained, tmp_path, tokeni
 
 @pytest.mark.parametrize("edit, message", [
     (lambda m: m["splits"]["train"].update(tokens=0), "record.splits.train.tokens is 0"),
-    (lambda m: m["splits"]["train"].update(tokens=10 ** 9), "contradicts itself"),
-    (lambda m: m.update(vocab_size=10 ** 6), "contradicts itself"),
-    (lambda m: m["splits"]["train"]["shards"][0].update(file="../elsewhere.bin"), "elsewhere.bin"),
+    (lambda m: m["splits"]["train"].update(tokens=10 ** 9), "train.bin is missing or truncated"),
     (lambda m: m["splits"]["train"].update(utf8_bytes="many"), "utf8_bytes is 'many'")])
 def test_a_meta_json_that_cannot_be_right_is_refused(corpus, tmp_path, edit, message):
     folder = tmp_path / "data"

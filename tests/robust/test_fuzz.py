@@ -36,8 +36,8 @@ READERS = {                             # a file, and the commands that read it;
     "cache": [[*SAMPLE, "--load_cache={here}/cache", "--prompt=more"]],
     "run/log.jsonl": [["train.py", *TRAIN, "--max_iters=3", "--out_dir={here}/run", "--resume"]],
     "data/meta.json": [["train.py", *TRAIN, "--out_dir={here}/out"], EVAL, ["data.py", "show", "{here}/data"]],
-    "data/train_00000.bin": [["train.py", *TRAIN, "--out_dir={here}/out"], ["data.py", "show", "{here}/data"]],
-    "data/val_00000.bin": [EVAL],
+    "data/train.bin": [["train.py", *TRAIN, "--out_dir={here}/out"], ["data.py", "show", "{here}/data"]],
+    "data/val.bin": [EVAL],
     "questions/piqa.jsonl": [["eval.py", *QUICK, "--mcqa={here}/questions"]],
     "questions/meta.json": [["data.py", "show", "{here}/questions"]],
     "local/piqa/validation.jsonl": [["data.py", "mcqa", "--local", "{here}/local", "--out", "{here}/out"]],
@@ -60,7 +60,7 @@ def execute(argv, here):
     sweep.out_dir = str(here)
     run = sweep.Run(str(here / "config.py"))
     run.folder = str(here / "sweep")
-    return 0, json.dumps([sweep.summarise(run), run.trained, run.steps], default=str), ""
+    return 0, json.dumps([sweep.summarise(run), run.steps], default=str), ""
 
 
 def result_of(argv, printed):

@@ -17,10 +17,9 @@ import eval as evaluation
 from checkpoint import save_checkpoint
 from configurator import UserError, configure
 from conftest import QUESTION, all_models, eval_record, make_model, module_of, script, write_rows
-from data import (TASKS, DataError, TokenData, encode_choices, get_tokenizer, load_questions, noise_generators,
-                  task_paths)
+from data import TASKS, TokenData, encode_choices, get_tokenizer, load_questions, noise_generators, task_paths
 from eval import credit
-from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file
+from model import BlockDiffusionLM, ModelConfig, config_from_file
 from nelbo import masked_cross_entropy, sequence_nelbo
 from paper import PARAMS, RESULTS
 from test_eval import counts_of
@@ -168,21 +167,21 @@ def test_a_model_is_recognised_as_the_papers_by_its_shape():
         "[1]", dict(text="x"), dict(QUESTION, choices=[1, 2]), dict(QUESTION, choices=[" b"]),
         dict(QUESTION, contexts=["a"])))])
 def test_bad_questions_are_refused_with_their_line(tmp_path, rows, message):
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(UserError, match=message):
         load_questions(write_rows(tmp_path / "piqa.jsonl", rows), BYTES, 99)
 
 
 def test_missing_and_misnamed_question_sets_are_refused(tmp_path):
-    with pytest.raises(DataError, match="holds no question set: run python data.py mcqa"):
+    with pytest.raises(UserError, match="holds no question set: run python data.py mcqa"):
         task_paths(tmp_path / "nowhere", [])
     write_rows(tmp_path / "piqa.jsonl", [QUESTION])
     assert list(task_paths(tmp_path, [])) == ["piqa"]
-    with pytest.raises(DataError, match="holds no boolq: run"):
+    with pytest.raises(UserError, match="holds no boolq: run"):
         task_paths(tmp_path, ["boolq"])
-    with pytest.raises(DataError, match="quiz is no task"):
+    with pytest.raises(UserError, match="quiz is no task"):
         task_paths(tmp_path, ["quiz"])
     write_rows(tmp_path / "piqa_2.jsonl", [QUESTION])
-    with pytest.raises(DataError, match="piqa_2 is no task"):
+    with pytest.raises(UserError, match="piqa_2 is no task"):
         task_paths(tmp_path, [])
 
 
@@ -202,7 +201,6 @@ def test_missing_and_misnamed_question_sets_are_refused(tmp_path):
     ("--checkpoint={good} --out={tmp}", "which cannot be written; name another file"),
     ("--score=best", "one of pll, nelbo"),
     ("--mc=0", "mc must be at least 1, but is 0"),
-    ("--checkpoint=[]", "name a file with --checkpoint"),
     ("--sequence=3", "did you mean sequences")])
 def test_bad_input_is_one_sentence_and_a_non_zero_exit(bad, argv, message):
     status, printed, error = script("eval.py", *argv.format(**bad).split(), "--device=cpu")
@@ -243,7 +241,7 @@ def test_what_was_evaluated_before_a_crash_is_printed_and_written(checkpoints, t
 
 
 def test_likelihoods_that_are_not_finite_are_refused():
-    with pytest.raises(ModelError, match="training failed"):
+    with pytest.raises(UserError, match="training failed"):
         evaluation.gather(types.SimpleNamespace(sum=lambda x: x), np.array([1.0, math.nan]))
 
 
@@ -251,9 +249,9 @@ def test_questions_nested_without_end_are_refused_with_their_line(tmp_path):
     (tmp_path / "piqa").mkdir()
     for path in (tmp_path / "piqa.jsonl", tmp_path / "piqa" / "validation.jsonl"):
         path.write_text("[" * 100_000)
-    with pytest.raises(DataError, match="piqa.jsonl:1: "):
+    with pytest.raises(UserError, match="piqa.jsonl:1: "):
         load_questions(tmp_path / "piqa.jsonl", BYTES, 99)
-    with pytest.raises(DataError, match="validation.jsonl:1: not JSON"):
+    with pytest.raises(UserError, match="validation.jsonl:1: not JSON"):
         prepare.prepare_mcqa(tmp_path / "out", local=tmp_path)
 
 

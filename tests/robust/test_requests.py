@@ -12,38 +12,38 @@ import torch
 import decoders
 import sample
 from checkpoint import fingerprint, load_prefix, read_prefix, save_checkpoint, save_prefix
-from configurator import ConfigError, UserError
+from configurator import UserError
 from conftest import ENGINES, ROOT, generate_by, make_model, make_sampler, prompts_of, script
-from data import DataError, get_tokenizer
+from data import get_tokenizer
 from decoders import Sampler
-from model import BlockDiffusionLM, ModelError
+from model import BlockDiffusionLM
 from sample import generate
 
 
 def test_bad_requests_are_refused_before_any_work():
     model = make_model("mamba_h", torch.float32)
-    with pytest.raises(ModelError, match="rotary capacity"):
+    with pytest.raises(UserError, match="rotary capacity"):
         generate(model, prompts_of(4), 262_144, make_sampler(model))
-    with pytest.raises(ModelError, match="262152 tokens in whole blocks"):     # the first row needs a block more
+    with pytest.raises(UserError, match="262152 tokens in whole blocks"):     # the first row needs a block more
         generate(model, prompts_of(7, 16), 262_128, make_sampler(model, 2))
-    with pytest.raises(ModelError, match="at least 1"):
+    with pytest.raises(UserError, match="at least 1"):
         generate(model, prompts_of(4), 0, make_sampler(model))
     for name, value in (("decoder", "sideways"), ("top_p", 0.0), ("threshold", 1.5), ("threshold", -1.0),
                         ("temperature", -1.0), ("top_k", -1)):
-        with pytest.raises(ConfigError, match=f"^{name} must be .*, but is '?{value}'?$"):
+        with pytest.raises(UserError, match=f"^{name} must be .*, but is '?{value}'?$"):
             make_sampler(model, **{name: value})
-    with pytest.raises(ConfigError, match="no seeds"):
+    with pytest.raises(UserError, match="no seeds"):
         Sampler([], mask_id=22)
     for seed in (2 ** 63, 1.5, torch.Generator()):
-        with pytest.raises(ConfigError, match="a seed must be a whole number that fits into int64, but one is"):
+        with pytest.raises(UserError, match="a seed must be a whole number that fits into int64, but one is"):
             Sampler([0, seed], mask_id=22)
-    with pytest.raises(ConfigError, match="has 2 seeds; give it 1"):
+    with pytest.raises(UserError, match="has 2 seeds; give it 1"):
         generate(model, prompts_of(4), 8, make_sampler(model, 2))
 
 
 def test_a_suffix_that_does_not_fit_the_block_is_a_sentence():
     model = make_model("mamba_h")
-    with pytest.raises(ModelError, match="block of 8 tokens in which the prompt ends, which has room for 7; "
+    with pytest.raises(UserError, match="block of 8 tokens in which the prompt ends, which has room for 7; "
                                          "length and suffix are 8 tokens"):
         generate(model, prompts_of(17), 6, make_sampler(model, 1), suffix=[1, 2])
 
@@ -128,14 +128,14 @@ def test_a_saved_prompt_of_other_weights_is_refused(cached):
     for others, dtype in ((model, torch.bfloat16), (other, torch.float32),
                           *((make_model("mamba_h", torch.float32, **changes), torch.float32)
                             for changes in (dict(seed=1), dict(rope_theta=1e5)))):
-        with pytest.raises(ModelError, match="other weights"):
+        with pytest.raises(UserError, match="other weights"):
             load(others, dtype)
     full = make_model("diffumamba_h", torch.float32)
     for refuse in (lambda: load(full), lambda: read_prefix(full, prompts_of(19)[0])):
-        with pytest.raises(ModelError, match="no prefix cache"):
+        with pytest.raises(UserError, match="no prefix cache"):
             refuse()
     os.remove(path)
-    with pytest.raises(ModelError, match="no saved cache"):
+    with pytest.raises(UserError, match="no saved cache"):
         load(model)
 
 
@@ -184,7 +184,7 @@ def refused(monkeypatch, folder, settings, message):
     for name, content in files.items():
         (folder / name).write_bytes(content)
     settings = {k: v.format(here=folder) if isinstance(v, str) else v for k, v in settings.items()}
-    with pytest.raises((ConfigError, ModelError, DataError, OSError), match=message):
+    with pytest.raises((UserError, OSError), match=message):
         run(monkeypatch, **settings)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
 
@@ -218,7 +218,7 @@ def test_tokens_are_counted_without_prompt_and_suffix_also_if_a_row_ends_early(m
 
 def test_a_device_without_fp64_is_refused():
     model = SimpleNamespace(embed=SimpleNamespace(weight=SimpleNamespace(device=torch.device("mps"))))
-    with pytest.raises(ConfigError, match="lacks the fp64 that sampling draws in"):
+    with pytest.raises(UserError, match="lacks the fp64 that sampling draws in"):
         sample.open_engine("auto", model)
 
 

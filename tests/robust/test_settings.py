@@ -5,10 +5,10 @@ import torch
 import configurator
 import ops
 from checkpoint import load_checkpoint
-from configurator import ConfigError, UserError, check, configure, settings_of
+from configurator import UserError, check, configure, settings_of
 from conftest import ROOT, TINY, make_model, module_of, run_train, script
 from files import check_file
-from model import BlockDiffusionLM, ModelConfig, ModelError, config_from_file
+from model import BlockDiffusionLM, ModelConfig, config_from_file
 from parallel import ampere_or_later, pick_dtype, select_kernels
 
 
@@ -52,7 +52,7 @@ def test_lists_booleans_whole_floats_and_values_with_equals_signs():
     (["--_private=1"], "no setting"),
     (["--main=1"], "no setting")])
 def test_mistakes_are_one_sentence_with_the_nearest_name(argv, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(UserError, match=message):
         configure(space(), argv)
 
 
@@ -71,7 +71,7 @@ def test_config_files_compute_and_flags_after_them_win(tmp_path):
     (b"\xff\xfe\x00", "failed"), (b"import sys; sys.exit(0)", "failed")])
 def test_mistakes_in_files_name_the_file(tmp_path, content, message):
     (tmp_path / "c.py").write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"c\.py.*{message}"):
+    with pytest.raises(UserError, match=rf"c\.py.*{message}"):
         configure(space(), [str(tmp_path / "c.py")])
 
 
@@ -92,12 +92,12 @@ def test_bounds_and_choices_name_the_setting_and_what_it_may_be():
                            (dict(learning_rate=float("nan")), "must be above 0, but is nan"),
                            (dict(learning_rate=1.0), "must be below 1, but is 1.0"),
                            (dict(out_dir="on"), "must be one of out, in, but is 'on'")):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(UserError, match=message):
             check(space(**wrong), **bounds)
 
 
 def test_a_script_ends_in_one_sentence(capsys, tmp_path):
-    for error, status in ((ConfigError("a"), "x.py: a"), (UserError("b"), "x.py: b"), (KeyboardInterrupt(), 130)):
+    for error, status in ((UserError("a"), "x.py: a"), (KeyboardInterrupt(), 130)):
         with pytest.raises(SystemExit) as ended, configurator.script("x.py"):
             raise error
         assert ended.value.code == status
@@ -115,10 +115,10 @@ def test_whether_a_file_can_be_written_is_known_beforehand(tmp_path, monkeypatch
         check_file("out", path)
     assert (tmp_path / "file").read_text() == '{"as": "it was"}' and not (tmp_path / "new" / "file").exists()
     for path in (tmp_path, tmp_path / "file" / "x"):
-        with pytest.raises(ConfigError, match="out is .*, which cannot be written; name another file"):
+        with pytest.raises(UserError, match="out is .*, which cannot be written; name another file"):
             check_file("out", str(path))
     monkeypatch.setattr("files.os.access", lambda *_: False)         # a folder of another user
-    with pytest.raises(ConfigError, match="which cannot be written"):
+    with pytest.raises(UserError, match="which cannot be written"):
         check_file("out", str(tmp_path / "x"))
 
 
@@ -127,10 +127,10 @@ def test_a_config_file_of_the_repository_is_found_from_any_folder_and_by_its_nam
     here = config_from_file(str(ROOT / "config" / "laptop.py"))
     assert here == config_from_file("laptop") == config_from_file("config/laptop.py") and here.seq_len == 256
     for name in ("laptops.py", "lptop"):
-        with pytest.raises(ConfigError, match=f"config file {name} does not exist; config/ has .*laptop, "):
+        with pytest.raises(UserError, match=f"config file {name} does not exist; config/ has .*laptop, "):
             config_from_file(name)
     (tmp_path / "mine.py").write_text("d_model = 'wide'")
-    with pytest.raises(ConfigError, match="mine.py: d_model takes a whole number"):
+    with pytest.raises(UserError, match="mine.py: d_model takes a whole number"):
         config_from_file("mine.py")
 
 
@@ -138,31 +138,31 @@ def test_names_of_nanogpt_lead_to_ours():
     for name, settings, ours in (("start", dict(prompt="", seed=1), "prompt"), ("n_embd", dict(d_model=1), "d_model"),
                                  ("max_new_tokens", dict(length=1, max_iters=2), "length"),
                                  ("order", dict(decoder="random"), "decoder")):
-        with pytest.raises(ConfigError, match=f"there is no setting '{name}'; did you mean {ours}\\?"):
+        with pytest.raises(UserError, match=f"there is no setting '{name}'; did you mean {ours}\\?"):
             configure(dict(settings), [f"--{name}=1"])
 
 
 # -- of a model and of a training -----------------------------------------------------------------
 
 def test_sequences_and_blocks_of_the_wrong_length_are_refused_in_a_sentence():
-    with pytest.raises(ModelError, match="whole blocks"):
+    with pytest.raises(UserError, match="whole blocks"):
         ModelConfig(seq_len=100, block_len=16)
-    with pytest.raises(ModelError, match="rotary capacity"):
+    with pytest.raises(UserError, match="rotary capacity"):
         ModelConfig(seq_len=2 ** 19, block_len=256)
     for name in ("vocab_size", "seq_len", "block_len", "attn_every", "n_layer", "n_head", "d_model", "d_state",
                  "mamba_head_dim", "mamba_expand", "conv_width", "chunk_len", "rope_theta", "rope_capacity"):
         for value in (0, -96):
-            with pytest.raises(ModelError, match=f"^{name} must be above 0, but is {value}$"):
+            with pytest.raises(UserError, match=f"^{name} must be above 0, but is {value}$"):
                 ModelConfig(**{name: value})
     model = make_model("mamba_h")
     cache = model.new_cache(1, 16)
-    with pytest.raises(ModelError, match="trained with blocks of 8"):
+    with pytest.raises(UserError, match="trained with blocks of 8"):
         model.denoise(torch.zeros(1, 4, dtype=torch.long), cache, torch.ones(1))
-    with pytest.raises(ModelError, match="12 tokens are not whole blocks of block_len 8; choose a .*, such as 16$"):
+    with pytest.raises(UserError, match="12 tokens are not whole blocks of block_len 8; choose a .*, such as 16$"):
         model.prefill(torch.zeros(1, 12, dtype=torch.long), cache)
-    with pytest.raises(ModelError, match="cannot take"):
+    with pytest.raises(UserError, match="cannot take"):
         model.prefill(torch.zeros(1, 24, dtype=torch.long), cache)
-    with pytest.raises(ModelError, match="rotary capacity"):
+    with pytest.raises(UserError, match="rotary capacity"):
         model.new_cache(1, 262_145)
 
 
@@ -170,7 +170,7 @@ def test_attention_only_models_need_no_geometry_of_mamba():
     shape = dict(vocab_size=23, seq_len=16, block_len=8, n_layer=2, n_head=2, d_model=20)
     model = BlockDiffusionLM(ModelConfig(attn_every=1, **shape))
     assert model(torch.zeros(2, 16, dtype=torch.long)).isfinite() and model.new_cache(1, 8).nbytes > 0
-    with pytest.raises(ModelError, match="must be a multiple of mamba_head_dim"):
+    with pytest.raises(UserError, match="must be a multiple of mamba_head_dim"):
         ModelConfig(attn_every=2, **shape)
 
 
@@ -184,7 +184,7 @@ def test_attention_only_models_need_no_geometry_of_mamba():
     (["--learning_rate=0"], "above 0"), (["--min_lr=1"], "min_lr must be at most"), (["--beta1=1"], "below 1"),
     (["--seed=-1"], "at least 0"), (["--log_interval=0"], "at least 1"), (["--out_dir="], "name a folder")])
 def test_settings_that_contradict_each_other_are_refused(corpus, tmp_path, argv, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(UserError, match=message):
         run_train(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", *argv])
 
 
@@ -195,7 +195,7 @@ def test_settings_that_contradict_each_other_are_refused(corpus, tmp_path, argv,
     (["--init_from={trained}", "--n_layer=1"], "missing in this run")])
 def test_weights_of_another_shape_are_refused_by_name(corpus, trained, tmp_path, argv, message):
     argv = [word.format(trained=trained) for word in argv]
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UserError, match=message):
         run_train(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", *argv])
 
 
@@ -226,7 +226,7 @@ def test_a_gpu_before_ampere_runs_the_plain_operations_in_fp32(monkeypatch):
     assert select_kernels("auto", "cuda") == (
         "kernels: plain (Tesla T4 has compute capability 7.5; bf16 and fast/ need 8.0)")
     assert ops.FAST == {}
-    with pytest.raises(ConfigError, match="kernels=mamba_ssm needs a GPU of compute capability 8.0"):
+    with pytest.raises(UserError, match="kernels=mamba_ssm needs a GPU of compute capability 8.0"):
         select_kernels("mamba_ssm", "cuda")
 
 
@@ -245,7 +245,7 @@ def test_resuming_with_other_settings_says_so_and_an_absent_device_is_a_sentence
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     for name in ("cuda", "cuda:1", "cpu:1", "cpu:x", "cpu:", "gpu"):
-        with pytest.raises(ConfigError, match=f"no device '{name}'"):
+        with pytest.raises(UserError, match=f"no device '{name}'"):
             run_train(argv + [f"--device={name}", "--resume"])
 
 

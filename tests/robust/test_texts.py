@@ -2,16 +2,11 @@
 lost."""
 import errno
 import json
-import multiprocessing
 import os
 import random
 import shlex
-import signal
-import sys
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import data
@@ -22,19 +17,19 @@ from test_data import TEXTS, documents, fake_stdlib, folder_bytes, make_folder, 
 from tools import prepare
 
 
-def damage_shard(folder, edit):
-    path = next(folder.glob("train_00000.bin"))
+def damage_tokens(folder, edit):
+    path = folder / "train.bin"
     content = bytearray(path.read_bytes())
     path.write_bytes(edit(content) or content)
 
 
 REFUSED = {
     "no such folder": (lambda f: [p.unlink() for p in f.iterdir()], "no prepared data"),
-    "truncated": (lambda f: damage_shard(f, lambda c: c[:-2]), "truncated: remove"),
-    "another format": (lambda f: damage_shard(f, lambda c: c.__setitem__(0, 0)), "not a shard"),
+    "truncated": (lambda f: damage_tokens(f, lambda c: c[:-2]), "truncated: remove"),
+    "missing": (lambda f: (f / "train.bin").unlink(), "missing"),
     **{f"meta.json is {text}": (lambda f, text=text: (f / "meta.json").write_text(text), "damaged")
        for text in ("{", '{"tokenizer": "bytes"}')},
-    "a mask in the data": (lambda f: damage_shard(f, lambda c: c.__setitem__(slice(1024, 1026), b"\x01\x01")),
+    "a mask in the data": (lambda f: damage_tokens(f, lambda c: c.__setitem__(slice(2), b"\x01\x01")),
                            "token 257, outside its vocabulary"),
 }
 
@@ -48,50 +43,22 @@ def test_a_damaged_folder_is_refused_with_the_command_to_run(tmp_path, case):
         data.TokenData(folder, "train").sequences(16)
 
 
-def test_a_folder_of_5_billion_tokens_opens_in_under_a_second(tmp_path):
-    n, shards = data.SHARD_TOKENS, []
-    for i in range(50):                             # sparse files: they take no room
-        header = np.array([data.MAGIC, data.VERSION, n] + [0] * 253, "<i4").tobytes()
-        (tmp_path / f"train_{i:05d}.bin").write_bytes(header)
-        os.truncate(tmp_path / f"train_{i:05d}.bin", len(header) + 2 * n)
-        shards.append(dict(file=f"train_{i:05d}.bin", tokens=n, sha256=""))
-    splits = dict(train=dict(tokens=50 * n, documents=1, utf8_bytes=n, shards=shards))
-    data.write_json(tmp_path / "meta.json", dict(
-        source="", revision="", tokenizer="gpt2", vocab_size=50258, skipped=0, splits=splits))
-    start = time.process_time()
-    train = data.TokenData(tmp_path, "train", "gpt2")
-    assert train.batch(0, 10**6, [0], 1, 8192).shape == (1, 8192)
-    assert time.process_time() - start < 1
-
-
 def test_tokens_of_another_tokenizer_another_split_and_a_short_split_are_refused(tmp_path):
     folder = make_folder(tmp_path)
-    with pytest.raises(data.DataError, match="holds bytes tokens, not gpt2.*--tokenizer gpt2"):
+    with pytest.raises(UserError, match="holds bytes tokens, not gpt2.*--tokenizer gpt2"):
         data.TokenData(folder, "train", "gpt2")
-    with pytest.raises(data.DataError, match="no val split: run python data.py.*--val"):
+    with pytest.raises(UserError, match="no val split: run python data.py.*--val"):
         data.TokenData(folder, "val", "bytes")
     for use in (lambda d: d.sequences(10**6), lambda d: d.batch(0, 0, [0], 1, 10**6)):
-        with pytest.raises(data.DataError, match="less than one sequence of 1,000,000"):
+        with pytest.raises(UserError, match="less than one sequence of 1,000,000"):
             use(data.TokenData(folder, "train"))
-
-
-@pytest.mark.parametrize("use, message", [
-    (lambda d: d.sequences(16, -3), "no -3 sequences"),
-    (lambda d: d.sequence_bytes(16, -3), "no -3 sequences"),
-    (lambda d: d.sequences(0), "seq_len must be at least 1, but is 0"),
-    (lambda d: d.batch(0, 0, [0], 1, -8), "seq_len must be at least 1, but is -8"),
-])
-def test_windows_of_no_size_and_negative_counts_are_refused(tmp_path, use, message):
-    train = data.TokenData(make_folder(tmp_path), "train")
-    with pytest.raises(data.DataError, match=message):
-        use(train)
 
 
 def test_gpt2_without_its_files_is_one_sentence(monkeypatch):
     def unreachable(name):
         raise ConnectionError("no route to host")
     monkeypatch.setattr(data.tiktoken, "get_encoding", unreachable)
-    with pytest.raises(data.DataError, match="TIKTOKEN_CACHE_DIR"):
+    with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR"):
         data.get_tokenizer.__wrapped__("gpt2")
 
 
@@ -118,8 +85,8 @@ BAD = {
     "latin text": ("a.txt", [b"caf\xe9"], None, "a.txt:1: not UTF-8"),
     "truncated gz": ("a.jsonl.gz", NOISE, truncated, r"a.jsonl.gz:\d+: .*end-of-stream"),
     "corrupt gz": ("a.jsonl.gz", NOISE, flipped, r"a.jsonl.gz:\d+: "),
-    "truncated zst": ("a.jsonl.zst", NOISE, truncated, r"a.jsonl.zst:\d+: truncated zstd"),
-    "corrupt zst": ("a.jsonl.zst", NOISE, flipped, r"a.jsonl.zst:\d+: damaged zstd"),
+    "truncated zst": ("a.jsonl.zst", NOISE, truncated, r"a.jsonl.zst:\d+: Compressed file ended"),
+    "corrupt zst": ("a.jsonl.zst", NOISE, flipped, r"a.jsonl.zst:\d+: Unable to decompress"),
     "not zst": ("a.jsonl.zst", [], lambda path: path.write_bytes(b"hello"), "a.jsonl.zst:1: "),
 }
 
@@ -132,7 +99,7 @@ def test_bad_input_is_named_by_file_and_line_and_can_be_skipped(tmp_path, case):
         damage(bad)
     paths = [write_jsonl(tmp_path / "0.jsonl", documents(TEXTS)), bad,
              write_jsonl(tmp_path / "z.jsonl", documents(TEXTS))]
-    with pytest.raises(data.DataError, match=message + ".*--skip_bad.* another --out$"):
+    with pytest.raises(UserError, match=message + ".*--skip_bad.* another --out$"):
         prepared(tmp_path / "out", paths)
     saved = json.loads((tmp_path / "out" / "progress.json").read_text())
     assert saved["splits"]["train"]["documents"] >= len(TEXTS)
@@ -171,18 +138,13 @@ def test_a_mistake_is_one_sentence_and_status_1(tmp_path, monkeypatch, arguments
 
 
 @pytest.mark.parametrize("command", [
-    "dclm --tokens=0.5", "dclm --tokens=nan", "dclm --tokens=many", "dclm --tokens 9 --val_fraction=1",
-    "c4 --sequences -1", "c4 --seq_len 0", "jsonl a.jsonl --out out --workers -3", "jsonl a.jsonl --out=", "show ''",
-])
-def test_a_setting_out_of_its_bounds_is_refused_before_anything_is_read(tmp_path, monkeypatch, command):
+    "dclm --tokens=0.5", "dclm --tokens=nan", "dclm --tokens=inf", "dclm --tokens=many", "c4 --sequences=-1",
+    "c4 --seq_len=0", "jsonl a.jsonl --out=out --workers=-3"])
+def test_a_count_that_is_none_is_refused_before_anything_is_read(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "a.jsonl", documents(TEXTS))
-    arguments = shlex.split(command)
-    if arguments[0] in data.HUB:
-        arguments += ["--local", "."]
-    status, _, error = script("data.py", *arguments)
-    error = error.splitlines()[-1]
-    assert status == 2 and ("at least" in error and "below" in error or "the name is empty" in error)
+    status, _, error = script("data.py", *command.split())
+    assert status == 2 and "invalid count value" in error.splitlines()[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -272,22 +234,15 @@ def test_a_file_that_may_not_be_read_is_no_bad_document(tmp_path, monkeypatch):
         return open(path, *args)
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "open", refuse, raising=False)
-        with pytest.raises(data.DataError, match="b.jsonl cannot be read .Permission denied"):
+        with pytest.raises(UserError, match="b.jsonl cannot be read .Permission denied"):
             prepared(tmp_path / "out", paths, skip_bad=True)
     meta = prepared(tmp_path / "out", paths, skip_bad=True)
     assert meta["skipped"] == 0 and meta["splits"]["train"]["documents"] == 2 * len(TEXTS)
 
 
-def test_a_missing_package_names_the_pip_command(tmp_path, monkeypatch):
-    path = write_jsonl(tmp_path / "a.jsonl.zst", documents(TEXTS))
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(UserError, match="pip install zstandard"):
-        prepared(tmp_path / "out", [path])
-
-
 def test_an_empty_default_corpus_leaves_nothing_behind(tmp_path):
     (tmp_path / "lib").mkdir()
-    with pytest.raises(data.DataError, match="no Python source.*python data.py jsonl"):
+    with pytest.raises(UserError, match="no Python source.*python data.py jsonl"):
         data.prepare_stdlib(tmp_path / "data" / "stdlib", tmp_path / "lib")
     assert list((tmp_path / "data").iterdir()) == []
 
@@ -297,79 +252,16 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path
     meta = prepared(tmp_path / "out", [path])
     monkeypatch.setattr(data, "append", None)
     assert prepared(tmp_path / "out", [path]) == meta
-    with pytest.raises(data.DataError, match="other settings: move it away, or choose"):
+    with pytest.raises(UserError, match="other settings: move it away, or choose"):
         prepared(tmp_path / "out", [path], val_fraction=0.5)
     (tmp_path / "out" / "meta.json").write_text("[]")
     with pytest.raises(UserError, match="damaged.*move .*out away"):
         prepared(tmp_path / "out", [path])
-    with pytest.raises(data.DataError, match="not empty.*: choose another --out$"):
+    with pytest.raises(UserError, match="not empty.*: choose another --out$"):
         prepared(tmp_path, [path])
 
 
 # -- stopped, and started again -------------------------------------------------------------------
-
-@pytest.fixture
-def child(monkeypatch):
-    """Starts `python data.py ...` with small shards in a process of its own: forked, so that it has them too."""
-    if "fork" not in multiprocessing.get_all_start_methods():
-        pytest.skip("no fork on this system")
-    monkeypatch.setattr(prepare, "SAVE_TOKENS", 20_000)
-    monkeypatch.setattr(prepare, "BATCH_BYTES", 20_000)
-    monkeypatch.setattr(prepare, "SHARD_TOKENS", 100_000)
-
-    def start(*arguments, before=lambda: None):
-        def run():
-            before()
-            prepare.main([str(argument) for argument in arguments])
-        process = multiprocessing.get_context("fork").Process(target=run)
-        process.start()
-        return process
-    return start
-
-
-def exit_status(process):
-    process.join(60)
-    return process.exitcode
-
-
-def test_a_killed_preparation_goes_on_to_identical_files(tmp_path, child):
-    numbers = random.Random(0)
-    words = ["block", "naïve", "noise", "\u2713", "state"]
-    texts = [" ".join(numbers.choices(words, k=300)) for _ in range(1500)]
-    paths = [write_jsonl(tmp_path / f"{i}.jsonl.zst", documents(texts[i::2])) for i in range(2)]
-    command = ["jsonl", paths[0], "--val", paths[1], "--tokenizer", "bytes", "--out"]
-    assert exit_status(child(*command, tmp_path / "whole")) == 0
-    progress, kills = tmp_path / "out" / "progress.json", 0
-    for attempt in range(8):
-        before = progress.read_bytes() if progress.is_file() else b""
-        process = child(*command, tmp_path / "out")
-        while process.is_alive() and (not progress.is_file() or progress.read_bytes() == before):
-            time.sleep(0.001)
-        time.sleep(numbers.uniform(0, 0.02))
-        process.kill()
-        kills += exit_status(process) == -signal.SIGKILL
-    assert kills >= 2
-    assert exit_status(child(*command, tmp_path / "out")) == 0
-    whole, out = folder_bytes(tmp_path / "whole"), folder_bytes(tmp_path / "out")
-    assert whole == out and len(whole) > 10
-
-
-def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path, child, capfd):
-    resource = pytest.importorskip("resource")
-    path = write_jsonl(tmp_path / "in.jsonl", documents("x" * 5000 for _ in range(100)))
-    command = ["jsonl", path, "--tokenizer", "bytes", "--out"]
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
-    assert exit_status(child(*command, tmp_path / "out", before=limit)) == 1
-    error = capfd.readouterr().err
-    assert "make room and try again" in error and "Traceback" not in error
-    with pytest.raises(data.DataError, match="unfinished: run this again.*jsonl"):
-        data.TokenData(tmp_path / "out", "train")
-    saved = json.loads((tmp_path / "out" / "progress.json").read_text())
-    assert saved["splits"]["train"]["tokens"] > 40_000
-    assert exit_status(child(*command, tmp_path / "out")) == 0
-    assert exit_status(child(*command, tmp_path / "whole")) == 0
-    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
-
 
 def test_ctrl_c_says_how_to_go_on_and_loses_nothing(tmp_path, monkeypatch):
     paths = [write_jsonl(tmp_path / f"{i}.jsonl", documents(TEXTS)) for i in range(2)]
@@ -388,14 +280,3 @@ def test_ctrl_c_says_how_to_go_on_and_loses_nothing(tmp_path, monkeypatch):
     for name in ("out", "whole"):
         assert script("data.py", *command, tmp_path / name)[0] == 0
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
-
-
-def test_a_closed_pipe_ends_it_silently(tmp_path, child, capfd):
-    def close_pipe():
-        reader, writer = os.pipe()
-        os.close(reader)
-        sys.stdout = os.fdopen(writer, "w")
-    folder = make_folder(tmp_path)
-    capfd.readouterr()
-    assert exit_status(child("show", folder, before=close_pipe)) == 141
-    assert capfd.readouterr().err == ""

@@ -181,8 +181,6 @@ def test_plot_draws_three_figures_and_the_newest_row_wins(tmp_path, monkeypatch)
     ("bench.py", "plot assets/train.json --figures={tmp}/file", "file: File exists; choose another path"),
     ("tools.profile_step", "--config=laptop", "did you mean configs?"),
     ("tools.profile_step", "--out={tmp}", "cannot be written; name another file"),
-    ("tools.sharding", "--only=ours,theirs", "only must be one of ours, zero, fsdp, but is 'theirs'"),
-    ("tools.sharding", "", "one process shards nothing"),
     ("tools.two_streams", "--foo=1", "there is no setting 'foo'"),
     ("tools.two_streams", "--out={tmp}/notes.svg", "notes.svg, which holds something else"),
     ("tools.two_streams", "--out={tmp}/x.foo", "out must be one of .png, .pdf, .svg, but is '.foo'")])

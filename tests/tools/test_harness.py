@@ -11,7 +11,7 @@ pytest.importorskip("lm_eval", reason="needs lm_eval: pip install lm_eval==0.4.1
 
 import eval as evaluation  # noqa: E402
 from checkpoint import save_checkpoint  # noqa: E402
-from configurator import ConfigError  # noqa: E402
+from configurator import UserError
 from conftest import BLOCK_MODELS, make_model  # noqa: E402
 from data import load_questions  # noqa: E402
 from parallel import Parallel  # noqa: E402
@@ -94,8 +94,8 @@ def test_generated_text_does_not_contain_the_end_of_text(folder, monkeypatch):
 
 
 def test_what_the_harness_cannot_do_is_a_sentence(folder, monkeypatch):
-    with pytest.raises(ConfigError, match="python eval.py has the NELBO"):
+    with pytest.raises(UserError, match="python eval.py has the NELBO"):
         harness.NanoBDLM(str(folder)).loglikelihood_rolling([])
     monkeypatch.setattr(harness, "tasks", ["no_such_task"])
-    with pytest.raises(ConfigError, match="the harness has no task 'no_such_task'"):
+    with pytest.raises(UserError, match="the harness has no task 'no_such_task'"):
         harness.main()

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 import data
-from conftest import ROOT, script
+from configurator import UserError
+from conftest import script
 from test_data import TEXTS, documents, folder_bytes, make_folder, prepared, write_jsonl
 from tools import prepare
 
-zstandard = pytest.importorskip("zstandard")
-SHARED = ROOT.parent / "shared" / "data"
 
 
 def test_bytes_and_gpt2_share_one_interface():
@@ -24,15 +23,14 @@ def test_bytes_and_gpt2_share_one_interface():
     assert (tokenizer.n_vocab, tokenizer.eot_token) == (258, 256)
     assert tokenizer.encode_ordinary("hé") == list("hé".encode())
     assert tokenizer.decode([104, 195, 169]) == "hé" and tokenizer.decode([257]) == "<|mask|>"
-    with pytest.raises(data.DataError, match="bytes or gpt2"):
+    with pytest.raises(UserError, match="bytes or gpt2"):
         data.get_tokenizer("gpt3")
 
 
 @pytest.fixture
-def gpt2(monkeypatch):
-    if not (SHARED / "gpt2_bpe").is_dir():
-        pytest.skip("GPT-2's BPE files are not beside the repository")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "gpt2_bpe"))
+def gpt2():
+    if "TIKTOKEN_CACHE_DIR" not in os.environ:
+        pytest.skip("the environment variable TIKTOKEN_CACHE_DIR names no folder with GPT-2's BPE files")
     return data.get_tokenizer("gpt2")
 
 
@@ -47,7 +45,7 @@ def test_gpt2_has_its_own_ids_and_the_mask_behind_them_and_counts_the_bytes_of_i
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz", "a.jsonl.zst"])
-def test_every_format_gives_the_same_shards(tmp_path, name):
+def test_every_format_gives_the_same_tokens(tmp_path, name):
     prepared(tmp_path / "plain", [write_jsonl(tmp_path / "b.jsonl", documents(TEXTS))])
     prepared(tmp_path / "other", [write_jsonl(tmp_path / name, documents(TEXTS))])
     plain, other = folder_bytes(tmp_path / "plain"), folder_bytes(tmp_path / "other")
@@ -56,7 +54,7 @@ def test_every_format_gives_the_same_shards(tmp_path, name):
 
 
 def test_a_zst_file_of_many_frames_is_read_whole(tmp_path):
-    parts = [zstandard.ZstdCompressor().compress(json.dumps(row).encode() + b"\n") for row in documents(TEXTS)]
+    parts = [prepare.zstd.compress(json.dumps(row).encode() + b"\n") for row in documents(TEXTS)]
     (tmp_path / "a.jsonl.zst").write_bytes(b"".join(parts))
     meta = prepared(tmp_path / "out", [tmp_path / "a.jsonl.zst"])
     assert meta["splits"]["train"]["documents"] == len(TEXTS)
@@ -271,6 +269,15 @@ def test_question_sets_come_from_the_hub_as_parquet(tmp_path, monkeypatch):
 
 
 # -- stopped, and started again -------------------------------------------------------------------
+
+def test_a_changed_text_is_not_taken_for_the_old_one(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [dict(text="I am teh king")])
+    prepared(tmp_path / "out", [path])
+    write_jsonl(path, [dict(text="I am the king")])                            # of the same name and size
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(UserError, match="made from other files"):
+        prepared(tmp_path / "out", [path])
+
 
 def test_a_preparation_stopped_at_any_write_goes_on_to_identical_files(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "in.jsonl.gz", documents(TEXTS[:40]))

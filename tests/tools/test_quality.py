@@ -61,7 +61,6 @@ def test_repeated_counts_4_grams_seen_before():
 
 @pytest.mark.parametrize("change, message", [
     (dict(checkpoints=["full"]), "must be a block model"), (dict(judge="full"), "full must be a block model"),
-    (dict(out=""), "out is empty"),
     (dict(checkpoints=[]), "there is nothing to compare"),
     (dict(n_prompts=10 ** 6), "lower n_prompts"),
     (dict(decoders=["random:x"]), "write name:number"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from checkpoint import save_checkpoint
-from configurator import ConfigError, UserError
+from configurator import UserError
 from conftest import ROOT, make_model
 from tools import unmasking
 
@@ -20,7 +20,7 @@ def test_every_new_token_appears_once_and_at_the_step_that_revealed_it(tmp_path,
                            out=str(tmp_path / "a.svg"), device="cpu").items():
         monkeypatch.setattr(unmasking, key, value)
     (tmp_path / "a.json").write_text('{"of": "somebody"}')
-    with pytest.raises(ConfigError, match="a.json, which holds something else"):
+    with pytest.raises(UserError, match="a.json, which holds something else"):
         unmasking.main()
     os.remove(tmp_path / "a.json")
     unmasking.main()
