@@ -440,7 +440,7 @@ def check_settings():
     for name in ("lengths", "whole", "batch"):
         if not all(type(n) is int and n > 0 for n in globals()[name]) or name == "batch" and not batch:
             raise UserError(f"{name} must be whole numbers above 0, but is {globals()[name]}; write them as "
-                              f"1024,65536")
+                            f"1024,65536")
     check_file("out", out)
 
 

@@ -85,7 +85,7 @@ def read_checkpoint(path, needed):
     if not os.path.isfile(path):
         if "optimizer" in needed and os.path.isfile(os.path.join(os.path.dirname(path), WEIGHTS)):
             raise UserError(f"{path} is missing, and the {WEIGHTS} beside it is an export, without the optimizer "
-                             f"state that --resume needs; name the folder in which the model was trained")
+                            f"state that --resume needs; name the folder in which the model was trained")
         how = "python checkpoint.py export" if exported else "python train.py"
         raise UserError(f"there is no checkpoint at {path}; make one with {how}")
     load, advice = read_tensors, "train again or use another file"
@@ -118,7 +118,7 @@ def load_checkpoint(path, *needed):
         raise UserError(f"{path} holds weights that do not fit its configuration; train again or use another file")
     if not all(x.isfinite().all() for x in weights.values()):
         raise UserError(f"{path} holds weights that are not finite, because its training failed; use an earlier "
-                         f"checkpoint, or train again with a lower learning_rate")
+                        f"checkpoint, or train again with a lower learning_rate")
     return record
 
 
@@ -205,7 +205,7 @@ def load_prefix(path, config, mark):
         expected = BlockDiffusionLM(config).new_cache(1, held).layers
     if record["fingerprint"] != mark:
         raise UserError(f"{path} was saved with other weights, another configuration or another dtype; make it again "
-                         f"with --save_cache")
+                        f"with --save_cache")
     if ([[x.shape for x in state] for state in layers] != [[x.shape for x in state] for state in expected]
             or not all(x.isfinite().all() for state in layers for x in state)
             or ((tokens < 0) | (tokens >= config.mask_id)).any()):
@@ -227,7 +227,7 @@ def download(path):
         return hub.snapshot_download(found[1], revision=found[2], allow_patterns=list(EXPORT))
     except Exception as error:                          # hub, network and disk raise many types of errors
         raise UserError(f"{path} cannot be downloaded from the hub ({type(error).__name__}): check the name and the "
-                         f"network, and run hf auth login for a private model") from None
+                        f"network, and run hf auth login for a private model") from None
 
 
 def find_checkpoint(path):

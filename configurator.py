@@ -97,7 +97,7 @@ def find_config(path):
             return found
     known = sorted(name[:-3] for name in os.listdir(os.path.join(root, "config")) if name.endswith(".py"))
     raise UserError(f"config file {path} does not exist; config/ has {', '.join(known)}; a setting is written "
-                      f"--name=value")
+                    f"--name=value")
 
 
 def run_config(path, settings):
@@ -188,7 +188,7 @@ def check_names(settings, *lists):
     for name in lists:
         if not all(isinstance(word, str) and word for word in settings[name]):
             raise UserError(f"{name} must be names with commas between them, but is {settings[name]}; "
-                              f"a name that is a number is written as ./5")
+                            f"a name that is a number is written as ./5")
 
 
 # ---------------------------------------------------------------------------------------------

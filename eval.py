@@ -85,7 +85,7 @@ def gather(parallel, array):
     array = np.array(parallel.sum(array.ravel().tolist())).reshape(array.shape)
     if not np.isfinite(array).all():
         raise UserError("the likelihoods are not finite: this checkpoint's training failed; use "
-                         "an earlier one")
+                        "an earlier one")
     return array
 
 

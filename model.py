@@ -95,7 +95,7 @@ class ModelConfig:
         l = s if self.full_sequence else self.block_len
         if s == 0 or s % l:
             raise UserError(f"{s} tokens are not whole blocks of block_len {self.block_len}; choose a multiple of it, "
-                             f"such as {-(-max(s, 1) // self.block_len) * self.block_len}")
+                            f"such as {-(-max(s, 1) // self.block_len) * self.block_len}")
         return l
 
     def for_length(self, s):
@@ -480,7 +480,7 @@ class BlockDiffusionLM(nn.Module):
         c, weight = self.config, self.embed.weight
         if length > c.rope_capacity:
             raise UserError(f"{length} tokens are beyond the rotary capacity of {c.rope_capacity}; "
-                             f"ask for a shorter length")
+                            f"ask for a shorter length")
         key = (weight.device, ops.at_least_fp32(weight.dtype))
         if self._rope is None or self._rope[0] != key or self._rope[1].size(1) < length:
             self._rope = key, rope_table(max(length, c.seq_len), c.d_model // c.n_head, c.rope_theta, *key)
@@ -615,7 +615,7 @@ class BlockDiffusionLM(nn.Module):
         l = self.config.block_len_for(x0.size(1))
         if int(cache.lengths.max()) + x0.size(1) > cache.max_len:
             raise UserError(f"the cache holds {cache.max_len} tokens and cannot take "
-                             f"{x0.size(1)} more; make it with a larger max_len")
+                            f"{x0.size(1)} more; make it with a larger max_len")
         step = max(chunk_tokens // (l * len(x0)), 1) * l
         c = self.condition_clean()
         for x in x0.split(step, 1):
@@ -648,7 +648,7 @@ class BlockDiffusionLM(nn.Module):
         """Raises UserError if the active block xt (b, l) has another length than the blocks of training."""
         if not self.config.full_sequence and xt.size(1) != self.config.block_len:
             raise UserError(f"this model was trained with blocks of {self.config.block_len} tokens and "
-                             f"cannot denoise a block of {xt.size(1)}; give new_engine its block length")
+                            f"cannot denoise a block of {xt.size(1)}; give new_engine its block length")
 
 
 def cast_for_inference(model, dtype):
@@ -717,6 +717,6 @@ if __name__ == "__main__":
             print(__doc__.strip())
         elif sys.argv[1:]:
             raise UserError(f"there are no settings here, so leave out {' '.join(sys.argv[1:])}; --help "
-                              f"says what it prints")
+                            f"says what it prints")
         else:
             main()

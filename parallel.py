@@ -81,14 +81,14 @@ def select_kernels(setting, device, training=True):
     if setting == "mamba_ssm":
         if not (ampere_or_later(device) and has_fast()):
             raise UserError(f"kernels=mamba_ssm needs a GPU of compute capability 8.0 or more, and the folder fast/; "
-                              f"this is {device}; use --kernels=auto")
+                            f"this is {device}; use --kernels=auto")
         from fast import mamba_ssm
         try:
             return mamba_ssm.select()
         except ImportError as error:
             raise UserError(f"kernels=mamba_ssm needs the package mamba-ssm ({error}); MAMBA_FORCE_BUILD=TRUE "
-                              f"MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation "
-                              f"mamba-ssm==2.3.2.post1 einops") from None
+                            f"MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation "
+                            f"mamba-ssm==2.3.2.post1 einops") from None
     if torch.device(device).type != "cuda":
         return "kernels: plain"
     if setting == "torch":
@@ -209,7 +209,7 @@ def share_of_batch(batch_size, micro_batch_size, rank, world):
     micro = min(micro_batch_size or share, share)
     if share % micro:
         raise UserError(f"micro_batch_size must divide the {share} sequences that each process has per step, "
-                          f"but is {micro}")
+                        f"but is {micro}")
     return [range(i, i + micro) for i in range(rank * share, (rank + 1) * share, micro)]
 
 

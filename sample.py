@@ -261,12 +261,12 @@ def plan(config, prompts, length, n_suffix=0):
     if n_suffix and n_blocks > 1:
         # A block sees only itself and what comes before it. It would not see a suffix that lies in a later block.
         raise UserError(f"a suffix must end in the block of {l} tokens in which the prompt ends, which has room for "
-                         f"{l - max(len(p) % l for p in prompts)}; length and suffix are {length + n_suffix} tokens; "
-                         f"shorten one")
+                        f"{l - max(len(p) % l for p in prompts)}; length and suffix are {length + n_suffix} tokens; "
+                        f"shorten one")
     end = max(starts) + n_blocks * l
     if end > config.rope_capacity:
         raise UserError(f"prompt and length make {end} tokens in whole blocks, which is beyond the rotary "
-                         f"capacity of {config.rope_capacity}; ask for a shorter length or prompt")
+                        f"capacity of {config.rope_capacity}; ask for a shorter length or prompt")
     return l, starts, n_blocks
 
 
@@ -310,7 +310,7 @@ def tokenizer_of(model, name, path):
     """The tokenizer of that name. Raises UserError if its token ids are not the model's. path: for the message."""
     if VOCABULARY.get(name) != model.config.vocab_size:
         raise UserError(f"{path} has {model.config.vocab_size} token ids, not those of its tokenizer, {name}; "
-                         f"vocab_size must be 258 for bytes and 50258 for gpt2")
+                        f"vocab_size must be 258 for bytes and 50258 for gpt2")
     return get_tokenizer(name)
 
 

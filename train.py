@@ -129,7 +129,7 @@ def load_weights(model, weights):
                        for table in (mine, weights))
         if here != there:
             raise UserError(f"init_from: {name} is {there} in that checkpoint and {here} in this run; use the "
-                             f"attn_every, n_layer, d_model and other shapes of that checkpoint")
+                            f"attn_every, n_layer, d_model and other shapes of that checkpoint")
     model.load_state_dict(weights)
 
 
@@ -189,10 +189,10 @@ def check_settings():
         warmup_iters = min(200, max_iters // 10)
     if warmup_iters >= max_iters:
         raise UserError(f"warmup_iters must be below max_iters ({max_iters}), but is {warmup_iters}; "
-                          f"add --warmup_iters=0")
+                        f"add --warmup_iters=0")
     if vocab_size != VOCABULARY[tokenizer]:
         raise UserError(f"vocab_size is {vocab_size} but the {tokenizer} tokenizer has {VOCABULARY[tokenizer]} "
-                          f"ids with the mask; set --vocab_size={VOCABULARY[tokenizer]}")
+                        f"ids with the mask; set --vocab_size={VOCABULARY[tokenizer]}")
     if not out_dir:
         raise UserError("out_dir is empty; name a folder for checkpoints and the log")
     for name, what in (("ckpt.pt", "add --resume to continue it"), ("log.jsonl", "move it away")):
@@ -219,7 +219,7 @@ def continue_run(path, model, optimizer, settings, say):
     if record["config"] != config:
         changed = [k for k, v in config.items() if record["config"].get(k) != v]
         raise UserError(f"{path} was trained with another {', '.join(changed)}; use the same "
-                         f"settings, or another out_dir")
+                        f"settings, or another out_dir")
     watched = ("seed batch_size data max_iters learning_rate warmup_iters min_lr weight_decay beta1 beta2 grad_clip "
                "eval_sequences eval_samples")
     if changed := [k for k in watched.split() if record["settings"].get(k) != settings[k]]:
@@ -407,7 +407,7 @@ def main():
         if step % eval_interval == 0 or step == max_iters or stopping:
             if not save() and step == max_iters:
                 raise UserError(f"training ended in steps or weights that are not finite; lower learning_rate; "
-                                 f"{last_checkpoint()}")
+                                f"{last_checkpoint()}")
         logged_at += time.time() - paused                   # validating and saving do not count as training time
         if step == first_step + 1:                          # speed and ETA are those of later steps
             if ceiling:

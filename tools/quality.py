@@ -114,7 +114,7 @@ def compare():
     windows = val.sequences(prompt_len + length, n_prompts)
     if len(windows) < n_prompts:
         raise UserError(f"the validation text has {len(windows)} pieces of {prompt_len + length} tokens, n_prompts "
-                          f"is {n_prompts}; lower n_prompts")
+                        f"is {n_prompts}; lower n_prompts")
     opened = [(path, *evaluation.open_checkpoint(path, dev)) for path in checkpoints]
     for path, model, theirs, _ in [*opened, (judge, judge_model, tokenizer, None)]:
         if model.config.full_sequence or theirs.name != tokenizer.name:

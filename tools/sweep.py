@@ -105,7 +105,7 @@ class Run:
         changed = [k for k in mine if k in held and held[k] != mine[k]]    # a setting may be newer than the run
         if changed:
             raise UserError(f"{self.folder} holds a run with another {', '.join(changed)}; use the same "
-                              f"settings, or another out_dir")
+                            f"settings, or another out_dir")
         self.remember(settings=mine)
 
     def rows(self):

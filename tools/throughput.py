@@ -37,7 +37,7 @@ def plot(files, figures):
                      for what in ("sample", "train"))
     if not sample and not train:
         raise UserError("the files hold no results of the 350M models (training) or 700M models (generation); make "
-                          "some: python bench.py train --out=FILE")
+                        "some: python bench.py train --out=FILE")
     about = " and ".join(sorted({r["about"] for r in (sample | train).values()}))
     if sample:
         ours = {kind: {n: r["tok_per_s"] for (k, n), r in sample.items() if k == kind}
