@@ -111,11 +111,9 @@ class ActiveBlock:
         self.xt = torch.full((b, l), sampler.mask_id, device=device)           # known tokens, or the mask
         self.t = torch.ones(b, dtype=torch.float64, device=device)
 
-        # `permutation` (b, n) lists the l positions in the order in which they are revealed. Steps read p entries at
-        # a time, and `unmask` looks up the entries of the step that follows, even after the last step. Hence n is l
-        # rounded up to a multiple of p, and p more. The entries past l repeat the first one. It has been revealed
-        # when they are read, so they reveal nothing.
-        self.permutation = torch.arange(l + -l % p + p, device=device).repeat(b, 1) % l
+        # `permutation` (b, l) lists the positions in the order in which they are revealed. Each step reads the next p
+        # entries. After the last one it begins again: these positions are known by then, so nothing happens there.
+        self.permutation = torch.arange(l, device=device).repeat(b, 1)
         self.next_positions = self.permutation[:, :p].clone()                  # (b, p), where the next step reveals
 
         # A draw is a function of its position in the block and of `key`, each entry (b,):
@@ -137,8 +135,7 @@ class ActiveBlock:
         if self.sampler.decoder in ("random", "first_hitting"):
             rank = ops.uniform(l, PERMUTATION_STREAM, *self.key)               # (b, l), in (0, 1)
             # Known positions get rank 2 and come last, so each step meets masked positions until the row has none.
-            self.permutation[:, :l] = rank.masked_fill(~is_masked, 2).argsort(1)
-            self.permutation[:, l:] = self.permutation[:, :1]
+            self.permutation.copy_(rank.masked_fill(~is_masked, 2).argsort(1))
             self.next_positions.copy_(self.permutation[:, :self.tokens_per_step])
 
     def steps(self, n_masked):
@@ -220,11 +217,11 @@ class ActiveBlock:
 def unmask(xt, positions, drawn, mask_id, permutation, offset):
     """
     Writes drawn (b, p) at `positions` (b, p) of the block xt (b, l), where xt holds mask_id. Then prepares the next
-    step: offset (b,) grows by p, and `positions` becomes the p entries of permutation (b, n) at the new offset. All
-    in place. A position may occur twice in a row of `positions` only if xt is known there.
+    step: offset (b,) grows by p, and `positions` becomes the p entries of permutation (b, l) at the new offset, counted
+    modulo l. All in place.
     """
     p, current = positions.size(1), xt.gather(1, positions)                    # (b, p)
     xt.scatter_(1, positions, torch.where(current == mask_id, drawn, current))
     offset += p
     entries = offset[:, None] + torch.arange(p, device=positions.device)       # (b, p)
-    positions.copy_(permutation.gather(1, entries))
+    positions.copy_(permutation.gather(1, entries % permutation.size(1)))

@@ -94,45 +94,51 @@ def ssd_scan_ref(x, dt, A, B, C, D, initial_state=None, block_len=None):
 @replaceable
 def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=128, want_states=True):
     """
-    The same function as `ssd_scan_ref`, as matrix products over chunks of at most chunk_len positions (state-space
-    duality, Dao & Gu 2024). Differentiable in every tensor argument. With want_states=False the states are None, and
+    The same function as `ssd_scan_ref`, as matrix products over chunks of chunk_len positions (state-space duality,
+    Dao & Gu 2024). Differentiable in every tensor argument. With want_states=False the states are None, and
     the state after the last chunk is not computed.
     """
     b, s, h, p = x.shape
-    assert s % (block_len or s) == 0, f"{s} positions are not whole blocks of {block_len}"
-    # l is the length of a chunk here, and c the number of chunks. l divides block_len, so blocks end where chunks end.
-    l = largest_divisor(block_len, chunk_len) if block_len else min(chunk_len, s)
+    block = block_len or s
+    assert s % block == 0, f"{s} positions are not whole blocks of {block_len}"
+    # c chunks of q positions. Blocks end where chunks end: the last chunk of each block is filled up with positions
+    # that leave the state as it is, because their dt is 0.
+    q = min(chunk_len, block)
+    fill = -block % q
     dtype = at_least_fp32(x.dtype)
+
+    def in_chunks(v):
+        """v (b, s, ...) -> (b, c, q, features)."""
+        return F.pad(v.flatten(2).unflatten(1, (-1, block)), (0, 0, 0, fill)).flatten(1, 2).unflatten(1, (-1, q))
+
     with torch.autocast(x.device.type, enabled=False):
         xs, dt, B, C = (v.to(dtype) for v in (x, dt, B, C))
         A, D = A.to(dtype), D.to(dtype)
-        tail = -s % l                                   # padding: dt = 0 leaves the state as it is
-        xd, Bc, Cc, a = (F.pad(v.flatten(2), (0, 0, 0, tail)).unflatten(1, (-1, l))
-                         for v in (xs * dt[..., None], B, C, dt * A))          # (b, c, l, h p or n or n or h)
-        xd = xd.unflatten(-1, (h, p)).permute(0, 1, 3, 2, 4)                   # (b, c, h, l, p): dt_i x_i
-        a = a.transpose(2, 3)                                                  # (b, c, h, l): log of the decay at i
+        B, C = in_chunks(B), in_chunks(C)                                      # (b, c, q, n) each
+        xd = in_chunks(xs * dt[..., None]).unflatten(-1, (h, p)).transpose(2, 3)       # (b, c, h, q, p): dt_i x_i
+        a = in_chunks(dt * A).transpose(2, 3)                                  # (b, c, h, q): log of the decay at i
 
         # 1. Inside a chunk: y_i = sum_{j<=i} exp(a_{j+1} + .. + a_i) (C_i . B_j) dt_j x_j. This is causal attention
         # with a decay in place of the softmax.
-        decay = torch.exp(segsum(a))                                           # (b, c, h, l, l)
-        scores = Cc @ Bc.transpose(2, 3)                                       # (b, c, l, l), the same for all heads
-        y = (scores[:, :, None] * decay) @ xd                                  # (b, c, h, l, p)
+        decay = torch.exp(segsum(a))                                           # (b, c, h, q, q)
+        scores = C @ B.transpose(2, 3)                                         # (b, c, q, q), the same for all heads
+        y = (scores[:, :, None] * decay) @ xd                                  # (b, c, h, q, p)
 
         # 2. The state at the end of each chunk, as if the chunk started from zeros. That of the last chunk goes
         # into the returned states only. m is the number of chunks for which it is computed.
         m = a.size(1) if want_states else a.size(1) - 1
-        to_end = decay[:, :m, :, -1, :, None]                                  # (b, m, h, l, 1)
-        local = (xd[:, :m] * to_end).transpose(3, 4) @ Bc[:, :m, None]         # (b, m, h, p, n)
+        to_end = decay[:, :m, :, -1, :, None]                                  # (b, m, h, q, 1)
+        local = (xd[:, :m] * to_end).transpose(3, 4) @ B[:, :m, None]          # (b, m, h, p, n)
 
         # 3. The true state before every chunk, and after the last one if it is wanted.
         states = pass_states(local, a[:, :m].sum(-1), _initial(initial_state, x, B, dtype))    # (b, m + 1, h, p, n)
 
         # 4. The part of y that comes from the state S before the chunk: exp(a_1 + .. + a_i) S C_i.
-        from_start = torch.exp(a.cumsum(-1))[..., None]                        # (b, c, h, l, 1)
-        y = y + from_start * (Cc[:, :, None] @ states[:, :a.size(1)].transpose(3, 4))          # (b, c, h, l, p)
-        y = y.permute(0, 1, 3, 2, 4).reshape(b, -1, h, p)[:, :s] + D[..., None] * xs           # (b, s, h, p)
-        every = block_len // l if block_len else a.size(1)                     # chunks in a block
-        return y.to(x.dtype), states[:, ::every] if want_states else None
+        from_start = torch.exp(a.cumsum(-1))[..., None]                        # (b, c, h, q, 1)
+        y = y + from_start * (C[:, :, None] @ states[:, :a.size(1)].transpose(3, 4))           # (b, c, h, q, p)
+        y = y.transpose(2, 3).reshape(b, -1, block + fill, h, p)[:, :, :block].flatten(1, 2)   # (b, s, h, p)
+        y = (y + D[..., None] * xs).to(x.dtype)
+        return y, states[:, ::(block + fill) // q] if want_states else None    # the latter (b, k + 1, h, p, n)
 
 
 def pass_states(local, log_decay, initial):
@@ -156,11 +162,6 @@ def segsum(a):
     below = torch.ones(l, l, dtype=torch.bool, device=a.device).tril(-1)       # (l, l): i > j
     sums = a[..., None].expand(*a.shape, l).masked_fill(~below, 0).cumsum(-2)  # column j sums a_{j+1}, a_{j+2}, ...
     return sums.masked_fill(below.T, float("-inf"))
-
-
-def largest_divisor(whole, most):
-    """The largest divisor of `whole` that is at most `most`: the longest chunk that fits whole times into a block."""
-    return max(i for i in range(1, min(most, whole) + 1) if whole % i == 0)
 
 
 def _initial(state, x, B, dtype):

@@ -75,7 +75,7 @@ def best_kernel(value, index, out, shares, v, S: tl.constexpr):
 
 
 @triton.jit
-def unmask_kernel(xt, positions, drawn, permutation, offset, mask, l, n, p, P: tl.constexpr):
+def unmask_kernel(xt, positions, drawn, permutation, offset, mask, l, p, P: tl.constexpr):
     """Writes the p drawn tokens of one row over masks. Then `positions` gets the next ones, and `offset` grows by p."""
     row, j = tl.program_id(0).to(tl.int64), tl.arange(0, P)
     ok = j < p
@@ -83,7 +83,7 @@ def unmask_kernel(xt, positions, drawn, permutation, offset, mask, l, n, p, P: t
     held = tl.load(ptr, mask=ok, other=0)
     tl.store(ptr, tl.load(drawn + row * p + j, mask=ok, other=0), mask=ok & (held == mask))
     next_offset = tl.load(offset + row) + p
-    after = tl.load(permutation + row * n + next_offset + j, mask=ok, other=0)
+    after = tl.load(permutation + row * l + (next_offset + j) % l, mask=ok, other=0)
     tl.debug_barrier()  # all threads have read `positions` and `offset` before they are overwritten
     tl.store(positions + row * p + j, after, mask=ok)
     tl.store(offset + row, next_offset)
@@ -111,9 +111,9 @@ def gumbel_argmax(logits, at, seed, step, begin):
 
 
 def unmask(xt, positions, drawn, mask_id, permutation, offset):
-    """As decoders.unmask: xt (b, l), positions and drawn (b, p), permutation (b, n), offset (b,), all int64 and
+    """As decoders.unmask: xt (b, l), positions and drawn (b, p), permutation (b, l), offset (b,), all int64 and
     contiguous. Writes into xt, positions and offset."""
     tensors, p = (xt, positions, drawn, permutation, offset), positions.shape[1]
     assert all(u.is_contiguous() for u in tensors) and drawn.shape == positions.shape
     unmask_kernel[len(xt),](
-        *tensors, mask_id, xt.shape[1], permutation.shape[1], p, P=triton.next_power_of_2(p))
+        *tensors, mask_id, xt.shape[1], p, P=triton.next_power_of_2(p))

@@ -15,6 +15,11 @@ from ops import EPS, at_least_fp32, replaceable
 SCAN_ROW = 512                          # longest row of the scan, if the block has a divisor from 16 to this
 
 
+def largest_divisor(whole, most):
+    """The largest divisor of `whole` that is at most `most`."""
+    return max(i for i in range(1, min(most, whole) + 1) if whole % i == 0)
+
+
 @replaceable
 def ssd_scan_both(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
     """

@@ -37,7 +37,7 @@ def scan_row(s, block_len):
     """
     whole = block_len or s
     assert s % whole == 0, f"{s} positions are not whole blocks of {block_len}"
-    row = ops.largest_divisor(whole, plain.SCAN_ROW)
+    row = plain.largest_divisor(whole, plain.SCAN_ROW)
     return row if row >= 16 else whole
 
 

@@ -19,7 +19,8 @@ def scan_inputs(s):
 
 
 @pytest.mark.parametrize("s, block_len, chunk_len",
-                         [(48, 16, 8), (48, 16, 16), (48, 16, 128), (45, 9, 6), (37, None, 8), (5, 1, 4), (1, 1, 1)])
+                         [(48, 16, 8), (48, 16, 16), (48, 16, 128), (45, 9, 6), (33, 11, 4), (37, None, 8), (5, 1, 4),
+                          (1, 1, 1)])
 def test_chunked_scan_equals_the_loop_with_all_gradients(s, block_len, chunk_len):
     inputs, results = {k: v.requires_grad_() for k, v in scan_inputs(s).items()}, []
     for scan, extra in ((ops.ssd_scan_ref, {}), (ops.ssd_scan, dict(chunk_len=chunk_len))):
