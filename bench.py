@@ -207,7 +207,8 @@ def bench_sample(parallel):
             if not config.full_sequence:
                 measure_rows, parts = block_rows, [[n for n in ladder if n <= 8192], [n for n in ladder if n > 8192]]
             if not ladder:
-                yield dict(config=Path(name).stem, batch=b, error=f"{b} rows of the shortest length are too many; give --lengths")
+                yield dict(config=Path(name).stem, batch=b,
+                           error=f"{b} rows of the shortest length are too many; give --lengths")
             for part in filter(None, parts):
                 for row in measure_rows(*engine, b, part):
                     theirs = paper.SAMPLE.get(Path(name).stem.removesuffix("_700m"), {}).get(row["length"])

@@ -30,7 +30,8 @@ from files import need, read_record, write_file
 from model import BlockDiffusionLM, Cache, ModelConfig, cast_for_inference
 
 VERSIONS = dict(torch=str(torch.__version__), python=platform.python_version())         # TorchVersion is no plain str
-WEIGHTS, CONFIG, CARD = EXPORT = ("model.safetensors", "config.json", "README.md")      # the files of an export
+WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
+EXPORT = [WEIGHTS, CONFIG, CARD]                        # the files of an export
 
 
 def is_tensor(x):
@@ -80,6 +81,7 @@ def shapes(table):
 def read_checkpoint(path, needed):
     """Reads the record of a checkpoint or of an export. needed: keys that it must have, although CHECKPOINT allows them
     to be missing. Raises UserError for any other file."""
+    # The form, in which a needed key loses its question mark.
     form = {key.removeprefix("?") if key[1:] in needed else key: part for key, part in CHECKPOINT.items()}
     exported = path.endswith(".safetensors")
     if not os.path.isfile(path):
@@ -185,14 +187,14 @@ def fingerprint(model, dtype):
     return digest.hexdigest()
 
 
-def save_prefix(path, prefix, mark):
-    """Writes a Prefix to a file. mark: the `fingerprint` of its model. Raises UserError if it cannot be written."""
+def save_prefix(path, prefix, made_by):
+    """Writes a Prefix to a file. made_by: the `fingerprint` of its model. Raises UserError if it cannot be written."""
     layers = [tuple(part.cpu() for part in state) for state in prefix.cache.layers]
-    save(path, dict(format="nanobdlm-prefix-2", fingerprint=mark, tokens=prefix.tokens, layers=layers))
+    save(path, dict(format="nanobdlm-prefix-2", fingerprint=made_by, tokens=prefix.tokens, layers=layers))
 
 
-def load_prefix(path, config, mark):
-    """Reads a Prefix that save_prefix wrote. Its tensors are memory-mapped. mark: the `fingerprint` of the model
+def load_prefix(path, config, made_by):
+    """Reads a Prefix that save_prefix wrote. Its tensors are memory-mapped. made_by: the `fingerprint` of the model
     that will continue it. Raises UserError for a damaged file, or if other weights, another configuration or another
     dtype made it."""
     if not os.path.isfile(path):
@@ -203,7 +205,7 @@ def load_prefix(path, config, mark):
     held = len(tokens) // config.block_len * config.block_len
     with torch.device("meta"):
         expected = BlockDiffusionLM(config).new_cache(1, held).layers
-    if record["fingerprint"] != mark:
+    if record["fingerprint"] != made_by:
         raise UserError(f"{path} was saved with other weights, another configuration or another dtype; make it again "
                         f"with --save_cache")
     if ([[x.shape for x in state] for state in layers] != [[x.shape for x in state] for state in expected]
@@ -224,7 +226,7 @@ def download(path):
         raise UserError(f"{path} is not the name of a model; write hf://owner/name or hf://owner/name@revision")
     hub = need("huggingface_hub", path)
     try:
-        return hub.snapshot_download(found[1], revision=found[2], allow_patterns=list(EXPORT))
+        return hub.snapshot_download(found[1], revision=found[2], allow_patterns=EXPORT)
     except Exception as error:                          # hub, network and disk raise many types of errors
         raise UserError(f"{path} cannot be downloaded from the hub ({type(error).__name__}): check the name and the "
                         f"network, and run hf auth login for a private model") from None

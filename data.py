@@ -339,7 +339,7 @@ class TokenData:
         Plain reads are faster here than a memory map, which has a page fault for every 4 KiB.
         """
         out = np.fromfile(self.file, "<u2", length, offset=2 * start).astype(np.int64)
-        if out.max() >= VOCABULARY[self.meta["tokenizer"]] - 1:     # the last id is the mask, which never occurs in data
+        if out.max() >= VOCABULARY[self.meta["tokenizer"]] - 1:     # the last id is the mask: no text contains it
             raise self._damaged(f"{self.path} holds token {out.max()}, outside its vocabulary")
         return out
 

@@ -6,7 +6,8 @@ these rules. A step draws a token for masked positions and writes some of the dr
                  no t: the times of unmasking then do not matter, and its order is uniform.
   confidence     at the p positions whose drawn tokens are most probable
   threshold      at every position whose drawn token is at least `threshold` probable, and at the most probable one
-  first_hitting  random with p = 1, and t follows the exact distribution of unmasking times
+  first_hitting  random with p = 1, and t follows the exact distribution of unmasking times. In a block that begins
+                 with known tokens, t starts at the masked fraction.
 
 p is `tokens_per_step`. To add a decoder, see "Another decoder" in docs/forking.md.
 
@@ -89,7 +90,7 @@ class ActiveBlock:
     """
     The block that is being unmasked. One denoising step is
 
-      1. `noise_level()`        the t on which the model is conditioned
+      1. `next_noise_level()`        the t on which the model is conditioned
       2. a forward pass         of the model over `xt`; this is the engine's part
       3. `reveal(logits_of)`    draws tokens and writes some of them into `xt`
 
@@ -118,8 +119,8 @@ class ActiveBlock:
 
         # A draw is a function of its position in the block and of `key`, each entry (b,):
         #   seed      of the row
-        #   offset    p times the number of steps so far. It indexes `permutation` and serves as the `step` of the
-        #             draws.
+        #   offset    p times the number of steps so far: the next entry of `permutation`. It grows with each step, so
+        #             it is also the `step` of the draws.
         #   begin     tokens of the row before this block. Without it, every block would get the same random numbers.
         # `start` and `reveal` write offset and begin in place, so `key` always holds the current ones.
         self.offset, self.begin = torch.zeros(2, b, dtype=torch.long, device=device)
@@ -157,8 +158,9 @@ class ActiveBlock:
         self.offset.zero_()
         self.next_positions.copy_(self.permutation[:, :self.tokens_per_step])
 
-    def noise_level(self):
-        """t (b,) fp64 for this step, or None if the model takes no t."""
+    def next_noise_level(self):
+        """t (b,) fp64 for this step, or None if the model takes no t. Call it once for each step: first_hitting draws
+        the time of the next unmasking here."""
         if not self.time_conditioning:
             return None
         is_masked = self.xt == self.sampler.mask_id

@@ -11,9 +11,10 @@ Mamba-2 hybrid) and block_len (seq_len: the whole sequence is one block). Equati
   conv, ssm              the two parts of a Mamba boundary state          s_k
   Cache                  keys/values and boundary states of a prefix      C(c), eq. cacheable-layer
 
-In shapes: b sequences, s tokens of each, l tokens of a block, k = s / l blocks, d width, v vocabulary. c is an axis of
-channels, or the conditioning; h an axis of heads, or the residual stream; e the width of an attention head; m any
-number of tokens or rows.
+In shapes: b sequences, s tokens of each, l tokens of a block, k = s / l blocks, d width, v vocabulary, h heads, e the
+width of an attention head, p that of a Mamba head, n the size of a Mamba state, c channels of a convolution, m any
+number of tokens or rows. As a variable, h is the residual stream. Clean tokens enter the cache by `commit` (a block),
+which is `prefill` (any number of blocks), which calls every layer's `extend`.
 
     python model.py                                   parameter counts of every config
     python -m pytest tests/test_model.py              its tests
@@ -49,7 +50,8 @@ class ModelConfig:
     conv_width: int = 4
     chunk_len: int = 128                # positions per matrix product of the scan
     time_conditioning: bool = False
-    reverse_scan: bool = True           # False, an ablation: Mamba layers scan forward alone
+    reverse_scan: bool = True           # False, an ablation: Mamba layers scan forward alone. The reverse mixers stay,
+                                        # unused: 13 % of the parameters of mamba_h_87m
     detach_prefix: bool = False         # True, an ablation: block losses do not train the prefix
     rope_theta: float = 10_000.0
     rope_capacity: int = 262_144        # most positions; a longer request is refused
@@ -99,8 +101,8 @@ class ModelConfig:
         return l
 
     def for_length(self, s):
-        """The same model for sequences of s tokens. Raises UserError unless s is whole blocks and within the rotary
-        capacity."""
+        """The same model for sequences of s tokens. For a single block that is a full-sequence model: the objective is
+        the same, but it has no cache. Raises UserError unless s is whole blocks and within the rotary capacity."""
         return dataclasses.replace(self, seq_len=s, block_len=self.block_len_for(s))
 
 
@@ -277,11 +279,15 @@ class Mamba2(nn.Module):
     @ops.replaceable
     def forward(self, u, conv=None, ssm=None, block_len=None, want_states=True):
         """
-        Scans u (r, s, d) from the boundary state conv (r, w - 1, c), ssm (r, h, p, n); None: zeros. Here r counts rows,
-        w is conv_width, c = d_inner + 2 n the channels of the convolution, and p the width of one of the h heads.
+        Scans r rows of s tokens, each from a boundary state, or from zeros where it is None.
+
+          u      (r, s, d)
+          conv   (r, w - 1, c)    the convolution's input at the w - 1 positions before. w: conv_width, c: d_inner + 2 n
+          ssm    (r, h, p, n)     the state of the scan
+
         Returns y (r, s, d) and the boundary states before each of the k = s / block_len blocks and after the last one:
-        convs (r, k + 1, w - 1, c), ssms (r, k + 1, h, p, n). block_len None: one block. want_states False: they may be
-        None.
+        convs (r, k + 1, w - 1, c) and ssms (r, k + 1, h, p, n). block_len None: one block. want_states False: the
+        caller does not use the states, and they may be None.
         """
         di, n, h = self.d_inner, self.d_state, self.heads
 
@@ -333,6 +339,8 @@ class BiMamba(nn.Module):
         # One clean scan leaves the state before every block (eq. boundary-state). Clean tokens have no reverse scan:
         # over the prefix, its states would depend on later blocks. Inside each clean block they would not, but the
         # paper caches the forward scan alone.
+        # The k - 1 clean blocks have k boundaries: before each of them, and after the last one, where the last noisy
+        # block starts.
         y, conv, ssm = self.fwd(clean, block_len=noisy.size(1))                # states (b, k, ...)
         if self.detach_prefix:
             conv, ssm = conv.detach(), ssm.detach()
@@ -341,10 +349,9 @@ class BiMamba(nn.Module):
         # from (eq. prefix-cache-gradient).
         return y, self.scan_both(noisy, conv.flatten(0, 1), ssm.flatten(0, 1))
 
-    # Attention needs lengths, rope and block_len. A scan does not: its state stands for all that came before.
-
     def extend(self, u, state, lengths, rope, block_len):
-        """Finished blocks u (b, m, d) -> (b, m, d): continues the forward scan; its last state goes into the cache."""
+        """Finished blocks u (b, m, d) -> (b, m, d): continues the forward scan; its last state goes into the cache.
+        lengths, rope and block_len are Attention's: a scan's state stands for all that came before."""
         y, convs, ssms = self.fwd(u, *state)                                   # u counts as one block
         for cached, states in zip(state, (convs, ssms)):
             cached.copy_(states[:, -1])
@@ -372,12 +379,12 @@ class Layer(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(d, 4 * d), nn.GELU(approximate="tanh"), nn.Linear(4 * d, d))
         self.adaln = nn.Linear(d, 2 * d if config.hybrid else 6 * d)
 
-    def modulation(self, c):
-        """Conditioning c (m, 1, d) or None -> shift, scale and gate of the mixer, then those of the MLP: each
+    def modulation(self, cond):
+        """Conditioning cond (m, 1, d) or None -> shift, scale and gate of the mixer, then those of the MLP: each
         (m, 1, d), or None where nothing is modulated."""
-        if c is None:
+        if cond is None:
             return (None,) * 6
-        parts = self.adaln(c).chunk(2 if self.hybrid else 6, -1)               # (m, 1, d) each
+        parts = self.adaln(cond).chunk(2 if self.hybrid else 6, -1)               # (m, 1, d) each
         return (*parts, *(None,) * (6 - len(parts)))
 
     def mixer_input(self, h, mod):
@@ -391,24 +398,24 @@ class Layer(nn.Module):
         h = gated(h, y, gate)
         return gated(h, self.mlp(modulate(self.norm2(h), mlp_shift, mlp_scale)), mlp_gate)
 
-    def two_stream(self, clean, noisy, c_clean, c_noisy, rope, masks, last):
+    def two_stream(self, clean, noisy, cond_clean, cond_noisy, rope, masks, last):
         """Both streams, clean (b, s - l, d) and noisy (b * k, l, d) -> the same shapes. The last layer returns None for
         clean."""
-        mod_clean, mod = self.modulation(c_clean), self.modulation(c_noisy)
+        mod_clean, mod = self.modulation(cond_clean), self.modulation(cond_noisy)
         y_clean, y = self.mixer.two_stream(
             self.mixer_input(clean, mod_clean), self.mixer_input(noisy, mod), rope, masks, last)
         clean = None if last else self.after_mixer(clean, y_clean, mod_clean)
         return clean, self.after_mixer(noisy, y, mod)
 
-    def extend(self, h, c, state, lengths, rope, block_len):
+    def extend(self, h, cond, state, lengths, rope, block_len):
         """Finished blocks h (b, m, d) -> (b, m, d). Appends them to `state`, the layer's part of the cache."""
-        mod = self.modulation(c)
+        mod = self.modulation(cond)
         y = self.mixer.extend(self.mixer_input(h, mod), state, lengths, rope, block_len)
         return self.after_mixer(h, y, mod)
 
-    def denoise(self, h, c, state, lengths, rope):
+    def denoise(self, h, cond, state, lengths, rope):
         """One noisy block h (b, l, d) -> (b, l, d). Reads `state` and writes nothing."""
-        mod = self.modulation(c)
+        mod = self.modulation(cond)
         y = self.mixer.denoise(self.mixer_input(h, mod), state, lengths, rope)
         return self.after_mixer(h, y, mod)
 
@@ -452,7 +459,8 @@ class BlockDiffusionLM(nn.Module):
                 nn.init.normal_(module.weight, std=std)
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
-            if name.endswith("adaln") or name == "head":        # every gated layer starts as the identity
+            # With AdaLN at zero, gated layers are the identity. With the head at zero, all tokens are equally likely.
+            if name.endswith("adaln") or name == "head":
                 nn.init.zeros_(module.weight)
             if isinstance(module, Mamba2):
                 bound = self.config.conv_width ** -0.5
@@ -477,13 +485,14 @@ class BlockDiffusionLM(nn.Module):
 
     def rope(self, length):
         """Rotary tables (cos, sin) of positions 0..length-1, each (length, head_dim / 2)."""
-        c, weight = self.config, self.embed.weight
-        if length > c.rope_capacity:
-            raise UserError(f"{length} tokens are beyond the rotary capacity of {c.rope_capacity}; "
+        config, weight = self.config, self.embed.weight
+        if length > config.rope_capacity:
+            raise UserError(f"{length} tokens are beyond the rotary capacity of {config.rope_capacity}; "
                             f"ask for a shorter length")
         key = (weight.device, ops.at_least_fp32(weight.dtype))
         if self._rope is None or self._rope[0] != key or self._rope[1].size(1) < length:
-            self._rope = key, rope_table(max(length, c.seq_len), c.d_model // c.n_head, c.rope_theta, *key)
+            table = rope_table(max(length, config.seq_len), config.d_model // config.n_head, config.rope_theta, *key)
+            self._rope = key, table
         return self._rope[1][:, :length].unbind()
 
     def rope_after(self, lengths, count):
@@ -506,9 +515,9 @@ class BlockDiffusionLM(nn.Module):
         they get the same constant as noisy ones."""
         return None if self.config.time_conditioning else self.condition(None)
 
-    def final(self, h, c):
+    def final(self, h, cond):
         """Last norm and modulation of noisy tokens: hidden states, ready for the head."""
-        return modulate(self.norm(h), *self.adaln(c).chunk(2, -1))
+        return modulate(self.norm(h), *self.adaln(cond).chunk(2, -1))
 
     def token_logits(self, hidden):
         """(..., d) -> (..., v - 1): logits of all tokens but the mask, which is the last id. Text never contains it, so
@@ -534,12 +543,12 @@ class BlockDiffusionLM(nn.Module):
         # sequence i.
         clean = self.embed(x0[:, :s - l]).to(dtype)                            # (b, s - l, d)
         noisy = self.embed(xt).view(-1, l, self.config.d_model).to(dtype)      # (b * k, l, d)
-        c_clean, c_noisy = self.condition_clean(), self.condition(t.reshape(-1))               # (b * k or 1, 1, d)
+        cond_clean, cond_noisy = self.condition_clean(), self.condition(t.reshape(-1))         # (b * k or 1, 1, d)
         rope, masks = self.rope(s), ops.two_stream_masks(s, l, x0.device)
         for i, layer in enumerate(self.layers):
             last = i + 1 == len(self.layers)
-            clean, noisy = layer.two_stream(clean, noisy, c_clean, c_noisy, rope, masks, last)
-        return self.final(noisy, c_noisy).view(b, s, -1)
+            clean, noisy = layer.two_stream(clean, noisy, cond_clean, cond_noisy, rope, masks, last)
+        return self.final(noisy, cond_noisy).view(b, s, -1)
 
     def all_block_logits(self, x0, xt, t):
         """Logits (b, s, v) of every block at once, for given noise."""
@@ -588,12 +597,13 @@ class BlockDiffusionLM(nn.Module):
     def new_cache(self, batch, max_len, block_len=None):
         """An empty cache for `batch` rows of at most max_len finished tokens each. An active block of block_len tokens
         (default: the model's) may follow them. Raises UserError if max_len is beyond the rotary capacity."""
-        c, weight = self.config, self.embed.weight
-        # Raises beyond the capacity. Makes the table long enough for `rope_after`: for the active block as well.
-        self.rope(max(max_len, min(max_len + (block_len or c.block_len), c.rope_capacity)))
-        kv = (batch, c.n_head, max_len, c.d_model // c.n_head)
-        conv = (batch, c.conv_width - 1, c.d_inner + 2 * c.d_state)
-        ssm = (batch, c.d_inner // c.mamba_head_dim, c.mamba_head_dim, c.d_state)
+        config, weight = self.config, self.embed.weight
+        self.rope(max_len)                              # raises beyond the capacity
+        # `rope_after` reads the positions of the active block, too.
+        self.rope(min(max_len + (block_len or config.block_len), config.rope_capacity))
+        kv = (batch, config.n_head, max_len, config.d_model // config.n_head)
+        conv = (batch, config.conv_width - 1, config.d_inner + 2 * config.d_state)
+        ssm = (batch, config.d_inner // config.mamba_head_dim, config.mamba_head_dim, config.d_state)
         # A state is read from the first block on, so it must be zeros. Keys and values beyond `lengths` never count.
         layers = [
             (weight.new_empty(kv), weight.new_empty(kv)) if isinstance(layer.mixer, Attention) else
@@ -617,11 +627,11 @@ class BlockDiffusionLM(nn.Module):
             raise UserError(f"the cache holds {cache.max_len} tokens and cannot take "
                             f"{x0.size(1)} more; make it with a larger max_len")
         step = max(chunk_tokens // (l * len(x0)), 1) * l
-        c = self.condition_clean()
+        cond = self.condition_clean()
         for x in x0.split(step, 1):
             h, rope = self.embed(x), self.rope_after(cache.lengths, x.size(1))             # h (b, step, d)
             for layer, state in zip(self.layers, cache.layers):
-                h = layer.extend(h, c, state, cache.lengths, rope, l)
+                h = layer.extend(h, cond, state, cache.lengths, rope, l)
             cache.lengths += x.size(1)                  # after all layers: each has appended behind the old length
             if on_chunk:
                 on_chunk(x.size(1))
@@ -634,11 +644,11 @@ class BlockDiffusionLM(nn.Module):
     def denoise_hidden(self, xt, cache, t):
         """Hidden states (b, l, d) of the active block, see `denoise`."""
         self.check_active(xt)
-        h, c = self.embed(xt), self.condition(t)
+        h, cond = self.embed(xt), self.condition(t)
         rope = self.rope_after(cache.lengths, xt.size(1))
         for layer, state in zip(self.layers, cache.layers):
-            h = layer.denoise(h, c, state, cache.lengths, rope)
-        return self.final(h, c)
+            h = layer.denoise(h, cond, state, cache.lengths, rope)
+        return self.final(h, cond)
 
     def denoise(self, xt, cache, t):
         """Logits (b, l, v) of the active block xt (b, l) at noise level t (b,). Reads the cache."""
@@ -647,8 +657,8 @@ class BlockDiffusionLM(nn.Module):
     def check_active(self, xt):
         """Raises UserError if the active block xt (b, l) has another length than the blocks of training."""
         if not self.config.full_sequence and xt.size(1) != self.config.block_len:
-            raise UserError(f"this model was trained with blocks of {self.config.block_len} tokens and "
-                            f"cannot denoise a block of {xt.size(1)}; give new_engine its block length")
+            raise UserError(f"an active block must have block_len = {self.config.block_len} tokens, as in training, "
+                            f"but has {xt.size(1)}")
 
 
 def cast_for_inference(model, dtype):
@@ -680,9 +690,9 @@ def train_flops(config, s, masked=0.5):
             total += (clean - clean_out) * 2 * 2 * d * d        # the last layer's clean tokens: only keys and values
             total += 4 * area * d                               # scores, weighted values
         else:
-            c = min(config.chunk_len, l)
+            q = min(config.chunk_len, l)
             project = 2 * d * (2 * di + 2 * n + di // config.mamba_head_dim) + 2 * di * d
-            scan = 2 * c * n + 2 * c * di + 4 * n * di      # scores, times x, state in and out
+            scan = 2 * q * n + 2 * q * di + 4 * n * di      # scores, times x, state in and out
             both = 1 + config.reverse_scan
             total += (both * s + clean) * (project + scan)  # noisy tokens both ways, clean ones forward
     return 3 * total
@@ -703,12 +713,12 @@ def main():
           f"{'parameters':>14}{'paper':>10}")
     for path in sorted(glob.glob(os.path.join(os.path.dirname(__file__) or ".", "config", "*.py"))):
         name = os.path.basename(path)[:-3]
-        c = config_from_file(path)
+        config = config_from_file(path)
         with torch.device("meta"):
-            n_params = BlockDiffusionLM(c).n_params
+            n_params = BlockDiffusionLM(config).n_params
         paper = f"{PARAMS[name]:.2f}M" if name in PARAMS else "-"
-        print(f"{name:<24}{c.d_model:>6}{c.n_layer:>7}{c.n_head:>6}"
-              f"{c.d_state if c.hybrid else '-':>6}{c.block_len:>6}{n_params:>14,}{paper:>10}")
+        print(f"{name:<24}{config.d_model:>6}{config.n_layer:>7}{config.n_head:>6}"
+              f"{config.d_state if config.hybrid else '-':>6}{config.block_len:>6}{n_params:>14,}{paper:>10}")
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ def pick_device(name):
     kind, _, index = (name if ":" in name else f"{name}:0").partition(":")
     if not index.isdecimal() or int(index) >= count.get(kind, 0):
         raise UserError(f"this machine has no device '{name}'; use --device=auto")
+    if kind == "cuda":
+        torch.cuda.set_device(int(index))               # Triton and CUDA graphs run on the current device
     return name
 
 
@@ -174,6 +176,9 @@ class Parallel:
         self.device = torch.device(pick_device(device))
         if self.device.type == "cuda":
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.device.index or 0)))
+            if self.device.index >= (count := torch.cuda.device_count()):
+                raise UserError(f"this machine has {count} GPUs, too few for so many processes; start torchrun with "
+                                f"--nproc_per_node={count}")
             torch.cuda.set_device(self.device)
         if self.world > 1:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
@@ -204,12 +209,13 @@ def share_of_batch(batch_size, micro_batch_size, rank, world):
     """The rows of the global batch that this rank runs: a list with one range of rows for each micro-batch. Raises
     UserError if batch_size is not a multiple of world, or a rank's rows are not a multiple of micro_batch_size."""
     if batch_size % world:
-        raise UserError(f"batch_size must be a multiple of the {world} processes, but is {batch_size}")
+        raise UserError(f"batch_size must be a multiple of the {world} processes, but is {batch_size}; "
+                        f"use --batch_size={max(batch_size // world, 1) * world}")
     share = batch_size // world
     micro = min(micro_batch_size or share, share)
     if share % micro:
         raise UserError(f"micro_batch_size must divide the {share} sequences that each process has per step, "
-                        f"but is {micro}")
+                        f"but is {micro}; use --micro_batch_size=1")
     return [range(i, i + micro) for i in range(rank * share, (rank + 1) * share, micro)]
 
 

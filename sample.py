@@ -13,6 +13,7 @@ batch (one row for each sample), l the tokens of a block, m any number of tokens
 import codecs
 import dataclasses
 import functools
+import math
 import os
 import shutil
 import signal
@@ -46,7 +47,7 @@ load_cache = ""                         # continue from a cache that save_cache 
 length = 512                            # tokens to generate
 num_samples = 1                         # samples generated side by side, as the rows of one batch
 decoder = "random"                      # random, confidence, threshold or first_hitting
-tokens_per_step = 0                     # p, tokens revealed per step; 0: a sixteenth of a block
+tokens_per_step = 0                     # p, tokens revealed per step; 0: 16 steps a block (full-sequence: in all)
 threshold = 0.9                         # with decoder=threshold: reveal tokens of at least this probability
 temperature = 1.0                       # 0: the most probable token
 top_k = 0                               # draw from the k most probable tokens; 0: from all
@@ -90,7 +91,7 @@ class SimpleEngine:
 
     def step(self):
         """One denoising step. It reads the cache and does not write to it: the block's tokens are not final yet."""
-        t = self.block.noise_level()                                           # (b,) or None
+        t = self.block.next_noise_level()                                           # (b,) or None
         hidden = self.model.denoise_hidden(self.block.xt, self.cache, t)       # (b, l, d)
         # `reveal` says at which positions it needs logits. Logits are v wide, so they are made only there.
         self.block.reveal(lambda positions: self.model.token_logits(take(hidden, positions)))
@@ -112,7 +113,8 @@ def open_engine(wanted, model, dtype=torch.float32):
       graphs   the same, each step a CUDA graph
       auto     graphs if select_kernels selected the kernels of fast/, else simple
 
-    All engines use the same random numbers: their tokens differ only where rounding of the logits changes a draw.
+    All engines use the same random numbers. Their tokens differ only where rounding of the logits changes a draw or,
+    with the decoders confidence and threshold, the choice of a position.
     Raises UserError for an engine that cannot run.
     """
     check(dict(engine=wanted), choices=dict(engine=ENGINES))
@@ -149,14 +151,14 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
     model, new_engine: as `open_engine` returns them. prompts: list of 1-D int64 tensors, which may differ in length
     and be empty. sampler: Sampler with one seed for each prompt. stop_token: a row ends after its first one, without a
     suffix. prefix: a Prefix that comes before every prompt; its tokens are part of the returned rows. on_block(row,
-    tokens) is called after each block with the new tokens of a row, on_step(xt) after each denoising step, on_read(n)
-    when n more tokens of the prompts have been read. Raises UserError for a request that `plan` refuses.
+    tokens) is called after each block with the new tokens of a row, a list; on_step(xt) after each denoising step;
+    on_read(n) when n more tokens of the prompts have been read. Raises UserError for a request that `plan` refuses.
     """
-    c, device = model.config, model.embed.weight.device
+    device = model.embed.weight.device
     if prefix is not None:
         prompts = [torch.cat([prefix.tokens, p.cpu()]) for p in prompts]
     totals = [len(p) + length + len(suffix) for p in prompts]
-    l, starts, n_blocks = plan(c, prompts, length, len(suffix))
+    l, starts, n_blocks = plan(model.config, prompts, length, len(suffix))
     if len(sampler.seeds) != len(prompts):
         raise UserError(f"the sampler has {len(sampler.seeds)} seeds; give it {len(prompts)}, one for each prompt")
     called = time.perf_counter()
@@ -165,17 +167,9 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
     cache = model.new_cache(len(prompts), max(starts) + (n_blocks - 1) * l, l)
     block_engine = new_engine(model, cache, sampler, l)
     read_prompts(model, cache, prompts, starts, prefix, on_read)
-
-    # The cache holds whole blocks only. What the prompt has after its last whole block is the known part of the first
-    # active block. A suffix is known, too: masked positions see known tokens on both sides.
-    active = torch.full((len(prompts), l), c.mask_id, device=device)           # (b, l)
-    rows, ends = [], list(starts)                       # rows[i][:ends[i]] are the finished tokens of row i
-    for i, (prompt, start) in enumerate(zip(prompts, starts)):
-        rows.append(torch.cat([prompt[:start].cpu(), torch.zeros(totals[i] - start, dtype=torch.long)]))
-        suffix_end = totals[i] - start
-        active[i, :len(prompt) - start] = prompt[start:]
-        active[i, suffix_end - len(suffix):suffix_end] = torch.as_tensor(suffix, device=device)
-    n_masked = (active == c.mask_id).sum(1).tolist()
+    active = first_block(prompts, starts, totals, suffix, l, sampler.mask_id).to(device)   # (b, l)
+    n_masked = (active == sampler.mask_id).sum(1).tolist()
+    rows = [prompt.tolist() for prompt in prompts]      # the tokens of each row so far
     started = now(device)
 
     # While block k is unmasked, the cache holds keys, values and states of the first starts[i] + k l tokens of row i,
@@ -185,24 +179,22 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
         if k:
             block_engine.commit(x0)
         x0 = block_engine.decode(active, n_masked, on_step)                    # (b, l), no mask left
-        finished = x0.cpu()                             # waits for the device; with graphs, the only wait in a block
-        for i, row in enumerate(rows):
-            # The first block begins with the end of the prompt: only tokens from `n_old` on are new. A row that has
-            # ended stays as it is, while the batch runs on for the others.
-            begin, ends[i] = ends[i], min(ends[i] + l, totals[i])
-            row[begin:ends[i]] = finished[i, :ends[i] - begin]
-            n_old = max(len(prompts[i]), begin)
-            new = row[n_old:ends[i]]
-            if stop_token is not None and (new == stop_token).any():
-                new = new[:int((new == stop_token).nonzero()[0]) + 1]
-                ends[i] = totals[i] = n_old + len(new)
+        for i, block in enumerate(x0.tolist()):         # waits for the device; with graphs, the only wait in a block
+            # New are the tokens after those of the prompt, up to the row's last one. A row that has ended gets none,
+            # while the batch runs on for the others.
+            begin = starts[i] + k * l
+            new = block[len(rows[i]) - begin:totals[i] - begin]
+            if stop_token in new:
+                new = new[:new.index(stop_token) + 1]
+                totals[i] = len(rows[i]) + len(new)
+            rows[i] += new
             if on_block:
                 on_block(i, new)
-        if ends == totals:
+        if [len(row) for row in rows] == totals:
             break
-        active.fill_(c.mask_id)
+        active.fill_(sampler.mask_id)
         n_masked = [l] * len(rows)
-    rows = [row[:total] for row, total in zip(rows, totals)]
+    rows = [torch.tensor(row, dtype=torch.long) for row in rows]
     return Generation(rows, block_engine.passes, started - called, now(device) - started, cache.nbytes)
 
 
@@ -225,7 +217,7 @@ def generate_naive(model, prompt, length, sampler):
         for _ in block.steps([l - known.size(1)]):
             # x is both x0 and xt: finished blocks have no noise, and the clean stream stops before the last block,
             # so it never reads the masks there.
-            x, t = torch.cat([finished, block.xt], 1), block.noise_level()     # (b, begin + l), (b,)
+            x, t = torch.cat([finished, block.xt], 1), block.next_noise_level()     # (b, begin + l), (b,)
             hidden = model.all_block_hidden(x, x, t[:, None].expand(-1, x.size(1) // l))       # (b, begin + l, d)
             block.reveal(lambda positions: model.token_logits(take(hidden[:, begin:], positions)))
         tokens = torch.cat([finished, block.xt], 1)
@@ -270,6 +262,22 @@ def plan(config, prompts, length, n_suffix=0):
     return l, starts, n_blocks
 
 
+def usual_tokens_per_step(config, length):
+    """The default of tokens_per_step, with which a block, or the request of a full-sequence model, takes 16 steps or
+    fewer."""
+    return math.ceil((length if config.full_sequence else config.block_len) / 16)
+
+
+def first_block(prompts, starts, totals, suffix, l, mask_id):
+    """The first active block of every row, (b, l) on the CPU. The cache holds whole blocks only: what a prompt has
+    after its last whole block is known here. The suffix is known, too: a masked position sees both sides."""
+    blocks = torch.full((len(prompts), l), mask_id)
+    for block, prompt, start, total in zip(blocks, prompts, starts, totals):
+        block[:len(prompt) - start] = prompt[start:]
+        block[total - start - len(suffix):total - start] = torch.as_tensor(suffix)
+    return blocks
+
+
 def read_prompts(model, cache, prompts, starts, prefix, on_read=None):
     """
     Fills the cache with the first starts[i] tokens of prompt i. The tokens of `prefix` are copied from its cache. A
@@ -297,7 +305,7 @@ BAR_DELAY = 2                           # seconds before a progress bar appears
 
 def check_settings():
     """Checks all that can be checked before a model is loaded and a prompt is read. Raises UserError."""
-    check(globals(), least=dict(length=1, num_samples=1, seed=0), most=dict(num_samples=2 ** 20),
+    check(globals(), least=dict(length=1, num_samples=1, seed=0, tokens_per_step=0), most=dict(num_samples=2 ** 20),
           below=dict(seed=2 ** 63),
           choices=dict(init=("", "random"), dtype=("auto", "float32", "bfloat16"), engine=ENGINES))
     check_decoder(dict(globals(), tokens_per_step=tokens_per_step or 1))
@@ -332,7 +340,7 @@ def open_model(device):
         # An untrained head is zero, and all tokens would be equally probable, whatever the model computes.
         torch.nn.init.normal_(model.head.weight, std=0.02)
         return model, tokenizer_of(model, "bytes" if c.vocab_size == 258 else "gpt2", model_config)
-    return open_checkpoint(checkpoint or os.path.join(out_dir, "ckpt.pt"), device)[:2]
+    return open_checkpoint(checkpoint or out_dir, device)[:2]
 
 
 def read_text(prompt, prompt_file):
@@ -356,11 +364,14 @@ class Printer:
     --watch, the active block.
     """
 
-    def __init__(self, tokenizer, prompt, n_unread, n_known, total, mask_id):
-        """prompt: its text. n_unread: tokens of it that will be read into the cache. n_known: known tokens of the
-        first active blocks, over all rows; they are not counted as generated. total: tokens to generate."""
+    def __init__(self, tokenizer, prompt, n_unread, n_known, n_new, mask_id, n_rows=1, stop_token=None, watch=False):
+        """prompt: its text. n_unread: tokens of it that will be read into the cache. n_known: known tokens of the first
+        active block of a row. n_new: tokens that a row gets after them. watch: whether to show the active block."""
         self.tokenizer, self.prompt, self.mask_id = tokenizer, prompt, mask_id
-        self.n_unread, self.n_known, self.total, self.n_generated = n_unread, n_known, total, 0
+        self.stop_token, self.watch = stop_token, watch
+        self.n_unread, self.n_known, self.n_rows = n_unread, n_known, n_rows
+        self.total, self.n_generated = n_new * n_rows, 0        # over all rows
+        self.n_left = n_new                             # of the first row, not printed yet
         self.started = self.last_shown = time.time()
         self.live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         # A character may end in a later block than it begins in: the bytes are kept until then.
@@ -379,25 +390,29 @@ class Printer:
             self.started = time.time()
 
     def block(self, row, tokens):
-        """Call it when a block of a row is finished. tokens: what it adds after the prompt."""
-        self.n_generated, self.n_known = self.n_generated + len(tokens), 0
+        """Call it when a block of a row is finished. tokens: the list of those that it adds after the prompt."""
         if row == 0:
             self.clear()
-            print(self.utf8.decode(self.tokenizer.decode_bytes(tokens.tolist())), end="", flush=True)
+            print(self.utf8.decode(self.tokenizer.decode_bytes(tokens)), end="", flush=True)
+            self.n_left = 0 if self.stop_token in tokens else self.n_left - len(tokens)
         else:
-            self.others.setdefault(row, []).extend(tokens.tolist())
+            self.others.setdefault(row, []).extend(tokens)
+        self.n_generated, self.n_known = self.n_generated + len(tokens), 0
         self.below(self.n_generated)
 
     def step(self, xt):
         """Call it after a denoising step. Shows the progress and, with --watch, the block xt (b, l) with its masks."""
         # To count the known tokens is to wait for the device, so it is done only now and then.
-        if not watch and time.time() - self.last_shown < 0.2:
+        watching = self.watch and self.n_left > 0
+        if not watching and time.time() - self.last_shown < 0.2:
             return
         self.last_shown = time.time()
-        done = min(self.n_generated + int((xt != self.mask_id).sum()) - self.n_known, self.total)
-        if not watch:
+        known = int((xt != self.mask_id).sum()) - self.n_known * self.n_rows
+        done = min(self.n_generated + known, self.total)
+        if not watching:
             return self.below(done)
-        cells = ["\u2591" if token == self.mask_id else self.tokenizer.decode([token]) for token in xt[0].tolist()]
+        shown = xt[0, :self.n_known + self.n_left].tolist()                    # the last block may reach further
+        cells = ["\u2591" if token == self.mask_id else self.tokenizer.decode([token]) for token in shown]
         line = "".join(cells).replace("\n", "\u23ce").replace("\t", " ")
         if not self.live:
             return print(line, file=sys.stderr, flush=True)
@@ -448,26 +463,28 @@ def main():
     known = torch.cat([prefix.tokens, tokens]) if prefix else tokens           # all tokens before the generated ones
     suffix_tokens = torch.tensor(tokenizer.encode_ordinary(suffix), dtype=torch.long)
     l, (start, *_), _ = plan(c, [known] * num_samples, length, len(suffix_tokens))
-    sampler = Sampler([(seed + i) % 2 ** 63 for i in range(num_samples)], decoder, tokens_per_step or max(l // 16, 1),
-                      threshold, temperature, top_k, top_p, mask_id=c.mask_id)
+    sampler = Sampler([(seed + i) % 2 ** 63 for i in range(num_samples)], decoder,
+                      tokens_per_step or usual_tokens_per_step(c, length), threshold, temperature, top_k, top_p,
+                      mask_id=c.mask_id)
     model, new_engine = open_engine(engine, model, weight_dtype)
     pace = f"threshold {threshold}" if decoder == "threshold" else f"{min(sampler.tokens_per_step, l)} tokens a step"
     print(f"{n_params:,} parameters on {dev}, {kernels_line}, decoder {decoder}, {pace}, seed {seed}", file=sys.stderr)
 
     shown = tokenizer.decode(known[known != tokenizer.eot_token].tolist())
-    printer = Printer(tokenizer, shown, start - (prefix.cache.max_len if prefix else 0),
-                      (len(known) - start) * num_samples, (length + len(suffix_tokens)) * num_samples, c.mask_id)
+    stop_token = tokenizer.eot_token if stop_at_eot else None
+    printer = Printer(tokenizer, shown, start - (prefix.cache.max_len if prefix else 0), len(known) - start,
+                      length + len(suffix_tokens), c.mask_id, num_samples, stop_token, watch)
     opened = time.time()
     try:
         printer.read(0)                                 # prints a prompt of which nothing has to be read
         if save_cache:
-            prefix, tokens = read_prefix(model, tokens, prefix, printer.read), tokens[:0]
+            prefix = read_prefix(model, tokens, prefix, printer.read)
+            tokens = tokens[:0]                         # the prefix holds them now
             save_prefix(save_cache, prefix, model_fingerprint)
         # A full-sequence model has one long block, so its progress is shown after steps.
         on_step = printer.step if watch or (printer.live and c.full_sequence) else None
-        out = generate(model, [tokens] * num_samples, length, sampler, new_engine,
-                       tokenizer.eot_token if stop_at_eot else None, printer.block, on_step, prefix, printer.read,
-                       suffix_tokens)
+        out = generate(model, [tokens] * num_samples, length, sampler, new_engine, stop_token, printer.block, on_step,
+                       prefix, printer.read, suffix_tokens)
     finally:                                            # an interrupt or an error loses nothing of any row
         printer.end()
     n_generated = sum(min(len(row) - len(known), length) for row in out.tokens)

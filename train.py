@@ -33,7 +33,7 @@ from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, l
 # Settings: the defaults train a small BDLM Mamba-H on bytes in minutes, on two cores.
 out_dir = "out"                         # where the checkpoint, the log and its picture go
 resume = False                          # continue from out_dir/ckpt.pt
-init_from = ""                          # begin with the weights of this checkpoint; all else starts anew
+init_from = ""                          # begin with the weights of this checkpoint; ignored with --resume
 # data
 data = "data/stdlib"                    # a folder made by data.py; this one is made if it is missing
 tokenizer = "bytes"                     # bytes or gpt2
@@ -217,12 +217,13 @@ def continue_run(path, model, optimizer, settings, say):
     record = load_checkpoint(path, "optimizer", "settings", "step")
     config = vars(model.config)
     if record["config"] != config:
-        changed = [k for k, v in config.items() if record["config"].get(k) != v]
-        raise UserError(f"{path} was trained with another {', '.join(changed)}; use the same "
-                        f"settings, or another out_dir")
+        changed = [f"{k}={record['config'].get(k)}" for k, v in config.items() if record["config"].get(k) != v]
+        raise UserError(f"{path} was trained with {', '.join(changed)}; add these settings, or begin another run with "
+                        f"its weights by --init_from={path} --out_dir=FOLDER")
     watched = ("seed batch_size data max_iters learning_rate warmup_iters min_lr weight_decay beta1 beta2 grad_clip "
-               "eval_sequences eval_samples")
-    if changed := [k for k in watched.split() if record["settings"].get(k) != settings[k]]:
+               "eval_sequences eval_samples dtype")
+    changed = [k for k in watched.split() if record["settings"].get(k) != settings[k]]
+    if changed and not eval_only:
         say(f"resuming with another {', '.join(changed)}; the result will not be that of an uninterrupted run")
     model.load_state_dict(record["model"])
     optimizer.load_state_dict(record["optimizer"])
@@ -356,7 +357,8 @@ def main():
     bad_steps, val_loss = 0, None                           # steps in a row that were not finite
     started = logged_at = time.time()                       # the run, the last line of the log
     first_step = logged_step = step
-    # If an interrupt cut off the validation of this step, it is made now. Only rank 0 knows the log.
+    # An interrupt during a validation leaves a checkpoint whose validation is not in the log: it is made now. Only
+    # rank 0 knows the log.
     due = master and step and (step % eval_interval == 0 or step == max_iters) and step not in log.validated
     if parallel.sum([bool(due)])[0]:
         val_loss = validate()
@@ -405,11 +407,15 @@ def main():
             val_loss = validate()
             stopping = stopping or val_loss is None
         if step % eval_interval == 0 or step == max_iters or stopping:
-            if not save() and step == max_iters:
+            saved = save()
+            if not saved and step == max_iters:
                 raise UserError(f"training ended in steps or weights that are not finite; lower learning_rate; "
                                 f"{last_checkpoint()}")
-        logged_at += time.time() - paused                   # validating and saving do not count as training time
-        if step == first_step + 1:                          # speed and ETA are those of later steps
+            if not saved:
+                say(f"step {step} is not saved, because it or a weight is not finite; {last_checkpoint()}")
+        # logged_at moves on by all seconds that are not training: validating and saving, and the whole first step.
+        logged_at += time.time() - paused
+        if step == first_step + 1:
             if ceiling:
                 say(f"the first step, in which kernels are compiled, took {paused - started:.0f} s")
             logged_at, logged_step = time.time(), step

@@ -42,7 +42,7 @@ def select(device, training=True):
     ops.FAST.update({"two_stream_masks": two_stream.two_stream_masks,
                      "cross_entropy_tile": compiled_cross_entropy_tile(),
                      "two_stream_attention": two_stream.two_stream_attention})
-    attention = "flash-attn-4" if two_stream.has_flash() else "flex (pip install -r requirements-gpu.txt: 1.5x)"
+    attention = "flash-attn-4" if two_stream.has_flash() else "flex (faster: pip install -r requirements-gpu.txt)"
     return f"kernels: Triton; attention {attention if two_stream.hopper(device) else 'flex'}"
 
 

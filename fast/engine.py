@@ -79,7 +79,7 @@ class FastEngine:
         """The work of one step, plain or recorded. The last layer and the head compute only the positions `at` that
         the step may reveal; at is None when they are not known beforehand."""
         block, at = self.block, self.block.positions()
-        t = block.noise_level()
+        t = block.next_noise_level()
         if commit:
             hidden = self.model.commit_and_denoise_hidden(self.finished, block.xt, self.cache, t, at)
         else:

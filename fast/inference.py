@@ -195,27 +195,27 @@ class InferenceLayer(Layer):
             parts, bias = (mod[5] * (plain.join_parts(parts) + bias))[None], None
         return h, parts, bias
 
-    def denoise(self, stream, c, state, lengths, rope, at=None):
+    def denoise(self, stream, cond, state, lengths, rope, at=None):
         """One noisy block. With at (b, m), the result has only these positions."""
-        mod = self.modulation(c)
+        mod = self.modulation(cond)
         h, u = self.read(stream, mod)
         return self.add(take(h, at), *self.fused.denoise(u, state, lengths, rope, at), mod)
 
-    def commit_and_denoise(self, stream, c_noisy, state, lengths, rope, at=None, last=False):
+    def commit_and_denoise(self, stream, cond_noisy, state, lengths, rope, at=None, last=False):
         """`extend` and then `denoise` in one pass, so that weights are read once. Rows (2 b, l, d) are b finished
         blocks, then the b active blocks that follow them; lengths (2 b,) counts the tokens before each. In the last
         layer (`last`) the result has only the active blocks."""
-        mod = self.modulation_of_both(c_noisy)
+        mod = self.modulation_of_both(cond_noisy)
         h, u = self.read(stream, mod)
         parts, power = self.fused.commit_and_denoise(u, state, lengths, rope, at, last)
         if last:
-            h, mod = take(h[len(h) // 2:], at), self.modulation(c_noisy)
+            h, mod = take(h[len(h) // 2:], at), self.modulation(cond_noisy)
         return self.add(h, parts, power, mod)
 
-    def modulation_of_both(self, c_noisy):
-        """Modulation of m clean rows followed by m noisy rows, for c_noisy (m, 1, d)."""
-        mod = self.modulation(c_noisy)
-        if c_noisy is None:                             # folded into the weights
+    def modulation_of_both(self, cond_noisy):
+        """Modulation of m clean rows followed by m noisy rows, for cond_noisy (m, 1, d)."""
+        mod = self.modulation(cond_noisy)
+        if cond_noisy is None:                             # folded into the weights
             return mod
         identity = [0, 0, 1, 0, 0, 1]                   # of clean rows: shift 0, scale 0, gate 1
         return [p if p is None else torch.cat([torch.full_like(p, v), p]) for p, v in zip(mod, identity)]
@@ -229,11 +229,11 @@ class InferenceModel(BlockDiffusionLM):
         self.config, self._rope, self.folded = model.config, model._rope, not model.config.time_conditioning
         self.embed, self.time, self.norm, self.adaln, self.head = (
             copy.deepcopy(part) for part in (model.embed, model.time, model.norm, model.adaln, model.head))
-        layers, c = copy.deepcopy(model.layers), model.condition(None) if self.folded else None
+        layers, cond = copy.deepcopy(model.layers), model.condition(None) if self.folded else None
         if self.folded:
             for layer in layers:
-                fold_layer(layer, c)
-            fold_norm(self.norm, *(p.flatten() for p in self.adaln(c).chunk(2, -1)))
+                fold_layer(layer, cond)
+            fold_norm(self.norm, *(p.flatten() for p in self.adaln(cond).chunk(2, -1)))
         self.layers = torch.nn.ModuleList(InferenceLayer(layer, dtype) for layer in layers)
         # The vocabulary is padded to a multiple of 64: an odd number of columns would need slow, unaligned kernels.
         self.head.weight = torch.nn.Parameter(F.pad(self.head.weight, (0, 0, 0, -self.config.vocab_size % 64)))
@@ -241,11 +241,11 @@ class InferenceModel(BlockDiffusionLM):
     def condition(self, t):
         return None if self.folded else super().condition(t)
 
-    def final(self, stream, c):
+    def final(self, stream, cond):
         """Adds what the last layer left pending, then the final norm and modulation."""
         h, parts, bias = stream
         u = plain.add_norm(h, parts, None, bias, self.norm.weight, self.norm.bias)[1]
-        return u if c is None else modulate(u, *self.adaln(c).chunk(2, -1))
+        return u if cond is None else modulate(u, *self.adaln(cond).chunk(2, -1))
 
     def layers_with(self, cache, at):
         """Yields (layer, its part of the cache, positions to compute, whether it is the last). Only the last layer
@@ -258,24 +258,24 @@ class InferenceModel(BlockDiffusionLM):
     def denoise_hidden(self, xt, cache, t, at=None):
         """Hidden states (b, l, d) of the active block; with at (b, m), only those of these positions (b, m, d)."""
         self.check_active(xt)
-        stream, c = (self.embed(xt), None, None), self.condition(t)
+        stream, cond = (self.embed(xt), None, None), self.condition(t)
         rope = self.rope_after(cache.lengths, xt.size(1))
         for layer, state, asked, _ in self.layers_with(cache, at):
-            stream = layer.denoise(stream, c, state, cache.lengths, rope, asked)
-        return self.final(stream, c)
+            stream = layer.denoise(stream, cond, state, cache.lengths, rope, asked)
+        return self.final(stream, cond)
 
     @torch.no_grad()
     def commit_and_denoise_hidden(self, x0_block, xt, cache, t, at=None):
         """`commit(x0_block, cache)` and then `denoise_hidden(xt, cache, t, at)` in one pass. The caller must make
         sure that the cache has room: a check would wait for the device."""
-        l, c = xt.size(1), self.condition(t)
+        l, cond = xt.size(1), self.condition(t)
         stream = self.embed(torch.cat([x0_block, xt])), None, None
         lengths = torch.cat([cache.lengths, cache.lengths + l])
         rope = self.rope_after(lengths, l)
         for layer, state, asked, last in self.layers_with(cache, at):
-            stream = layer.commit_and_denoise(stream, c, state, lengths, rope, asked, last)
+            stream = layer.commit_and_denoise(stream, cond, state, lengths, rope, asked, last)
         cache.lengths += l
-        return self.final(stream, c)
+        return self.final(stream, cond)
 
     def all_block_hidden(self, x0, xt, t):
         raise UserError("this model was prepared for generation; train and score with the original model instead")
@@ -291,10 +291,10 @@ def fold_norm(norm, shift, scale):
 
 
 @torch.no_grad()
-def fold_layer(layer, c):
-    """Folds a constant conditioning c into a layer: shifts and scales into norms, gates into projections."""
+def fold_layer(layer, cond):
+    """Folds a constant conditioning cond into a layer: shifts and scales into norms, gates into projections."""
     shift, scale, gate, shift2, scale2, gate2 = (
-        None if p is None else p.flatten() for p in layer.modulation(c))
+        None if p is None else p.flatten() for p in layer.modulation(cond))
     fold_norm(layer.norm1, shift, scale)
     fold_norm(layer.norm2, shift2, scale2)
     if gate is not None:

@@ -130,7 +130,7 @@ def unmask_all(xt, logits_of, sampler):
     block = ActiveBlock(*xt.shape, sampler, xt.device, time_conditioning=True)
     block.start(xt, torch.tensor(0))
     for _ in block.steps((xt == sampler.mask_id).sum(1).tolist()):
-        logits = logits_of(block.xt, block.noise_level())
+        logits = logits_of(block.xt, block.next_noise_level())
         block.reveal(lambda at: take(logits, at))
     return block.xt
 

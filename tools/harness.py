@@ -41,7 +41,7 @@ include_path = ""                       # a folder with task files of your own
 limit = 0                               # questions per task, the first ones; 0: all
 score = "pll"                           # how eval.py scores an answer: pll or nelbo
 mc = 8                                  # noise samples per answer, for score=nelbo
-tokens_per_step = 0                     # revealed per denoising step; 0: a sixteenth of a block
+tokens_per_step = 0                     # revealed per denoising step; 0: as in sample.py
 batch_size = 8                          # a batch of questions has about batch_size * seq_len tokens
 seed = 1337                             # of all noise
 out = ""                                # write results and answers to this JSON file
@@ -91,10 +91,9 @@ class NanoBDLM(LM):
             length = how.get("max_gen_toks", 256)
             tokens, room = self.text.encode_ordinary(context), max(config.seq_len - length, 0)
             prompt = tokens[max(len(tokens) - room, 0):] or [self.text.eot_token]
-            block = len(prompt) + length if config.full_sequence else config.block_len
-            sampler = Sampler(noise_seeds(seed, [i]), tokens_per_step=tokens_per_step or max(block // 16, 1),
-                              temperature=how.get("temperature", 1.0) if how.get("do_sample") else 0.0,
-                              mask_id=config.mask_id)
+            sampler = Sampler(noise_seeds(seed, [i]), mask_id=config.mask_id,
+                              tokens_per_step=tokens_per_step or sample.usual_tokens_per_step(config, length),
+                              temperature=how.get("temperature", 1.0) if how.get("do_sample") else 0.0)
             done = sample.generate(model, [torch.tensor(prompt)], length, sampler, new_engine,
                                    stop_token=self.text.eot_token)
             new = done.tokens[0][len(prompt):]

@@ -26,7 +26,7 @@ prompt = ""                             # a text to continue
 prompt_file = ""                        # or a text file to continue
 length = 0                              # new tokens; 0: the rest of the block and one more, or of the window
 decoder = "random"                      # see sample.py
-tokens_per_step = 0                     # revealed per denoising step; 0: a sixteenth of a block
+tokens_per_step = 0                     # revealed per denoising step; 0: as in sample.py
 threshold = 0.9                         # of decoder=threshold
 temperature = 1.0
 seed = 1337                             # of all draws
@@ -53,9 +53,8 @@ def record():
     full = config.full_sequence
     l = config.seq_len if full else config.block_len
     count = length or (1 if full else 2) * l - len(ids) % l     # a block model: at least one whole block
-    l, *_ = sample.plan(config, [ids], count)
-    sampler = Sampler([seed], decoder, tokens_per_step or max(l // 16, 1), threshold, temperature,
-                      mask_id=config.mask_id)
+    sampler = Sampler([seed], decoder, tokens_per_step or sample.usual_tokens_per_step(config, count), threshold,
+                      temperature, mask_id=config.mask_id)
     model, new_engine = sample.open_engine("auto", model, pick_dtype(dtype, dev))
     masks = []                                          # after every step: which positions of the block are masked
     done = sample.generate(model, [torch.tensor(ids)], count, sampler, new_engine,

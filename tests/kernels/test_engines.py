@@ -114,7 +114,7 @@ def test_an_engine_that_cannot_run_and_what_a_prepared_model_cannot_do_is_refuse
     (x0, xt, t), model = make_batch(model), inference_model(model, torch.float32)
     with pytest.raises(UserError, match="prepared for generation; train and score with"):
         model.all_block_logits(x0, xt, t)
-    with pytest.raises(UserError, match="trained with blocks of 8 tokens and cannot denoise a block of 4"):
+    with pytest.raises(UserError, match="must have block_len = 8 tokens, as in training, but has 4"):
         model.denoise(xt[:, :4], model.new_cache(3, 8), t[:, 0])
 
 

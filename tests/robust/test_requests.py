@@ -199,9 +199,16 @@ def test_all_settings_reach_the_generation_and_watch_prints_a_line_for_each_step
     assert (length, stop_token) == (9, 256)
     assert sampler == Sampler([7, 8], "confidence", 3, temperature=0.5, top_k=9, top_p=0.8, mask_id=257)
     printed, shown = capsys.readouterr()
-    assert [line.count("\u2591") for line in shown.splitlines() if line.startswith("def ")] == [7, 4, 1, 0]
+    assert [line.count("\u2591") for line in shown.splitlines() if line.startswith("def ")] == [6, 3, 0, 0]
     first, second = printed.split("\n--- sample 2 ---\n")
     assert first.startswith("def ") and second.startswith("def ") and first[:13] != second[:13]
+
+
+def test_a_full_sequence_model_takes_16_steps_also_after_a_long_prompt(monkeypatch, tmp_path, capsys):
+    settings = "vocab_size, seq_len, block_len, n_layer, n_head, d_model = 258, 64, 64, 2, 2, 32"
+    (tmp_path / "full.py").write_text(settings)
+    run(monkeypatch, model_config=str(tmp_path / "full.py"), prompt="x" * 200, length=32, tokens_per_step=0)
+    assert " 16 forward passes" in capsys.readouterr().err
 
 
 def test_tokens_are_counted_without_prompt_and_suffix_also_if_a_row_ends_early(monkeypatch, capsys):
@@ -227,7 +234,7 @@ def test_a_device_without_fp64_is_refused():
     (dict(length=0), "length must be at least 1, but is 0"), (dict(seed=10 ** 23), "seed must be below"),
     (dict(num_samples=0), "num_samples must be at least 1, but is 0"),
     (dict(dtype="fp16"), "dtype must be one of .*, but is 'fp16'"), (dict(engine="x"), "engine must be one of"),
-    (dict(tokens_per_step=-1), "tokens_per_step must be at least 1, but is -1"),
+    (dict(tokens_per_step=-1), "tokens_per_step must be at least 0, but is -1"),
     (dict(prompt="hi", prompt_file="f"), "leave one out"),
     (dict(save_cache="{here}"), "cannot be written"), (dict(save_cache="{here}/file/cache"), "cannot be written"),
     (dict(prompt_file="{here}/nope"), "nope"), (dict(prompt_file="{here}/latin"), "latin is not UTF-8")])
@@ -274,7 +281,7 @@ def test_an_interrupt_or_an_error_loses_nothing_of_any_row(monkeypatch, capsys, 
     def interrupted(*args):
         on_block = args[6]
         for row, tokens in ((0, b"ab"), (1, b"xy\xc3"), (0, b"c\xc3"), (1, b"\xa9\xc3")):
-            on_block(row, torch.tensor([*tokens]))
+            on_block(row, [*tokens])
         raise stop
     monkeypatch.setattr(sample, "generate", interrupted)
     with pytest.raises(stop):
@@ -285,17 +292,29 @@ def test_an_interrupt_or_an_error_loses_nothing_of_any_row(monkeypatch, capsys, 
 @pytest.mark.parametrize("watching", [False, True])
 def test_what_is_drawn_under_the_text_on_a_terminal_leaves_the_text_alone(monkeypatch, capsys, watching):
     """The cursor goes down, and back to where it was, and nothing is erased at or before that place."""
-    monkeypatch.setattr(sample, "watch", watching)
     monkeypatch.setattr(sys, "stderr", Terminal())
-    printer = sample.Printer(get_tokenizer("bytes"), "", 0, 0, 8, 257)
+    printer = sample.Printer(get_tokenizer("bytes"), "", 0, 0, 8, 257, watch=watching)
     printer.last_shown = float("inf")                   # as if it had shown something just now
     printer.step(torch.tensor([[97, 257]]))
-    printer.block(0, torch.tensor([97, 98]))
+    printer.block(0, [97, 98])
     printer.clear()
     drawn = sys.stderr.getvalue()
     assert drawn.count("\x1b7\x1b[B\r\x1b[J") == drawn.count("\x1b8") == 1 + watching
     assert ("a\u2591" in drawn) == watching and "| 2/8 [" in drawn
     assert drawn.endswith("\x1b8\x1b[J") and capsys.readouterr().out == "ab"
+
+
+def test_watch_shows_the_first_row_up_to_its_end(capsys):
+    block, eot = torch.tensor([[97, 98, 99, 100]]), 256
+    def shown():
+        printer.step(block)
+        return capsys.readouterr().err
+    printer = sample.Printer(get_tokenizer("bytes"), "", 0, 1, 5, 257, n_rows=2, stop_token=eot, watch=True)
+    assert shown() == "abcd\n"                          # one known token, three of five new ones
+    printer.block(0, [98, 99, 100])
+    assert shown() == "ab\n"                            # the other two: the block reaches further than the request
+    printer.block(0, [97, eot])
+    assert shown() == ""                                # the row has ended, the other one has not
 
 
 def test_a_dumb_terminal_gets_no_escape_codes(monkeypatch):
@@ -304,7 +323,7 @@ def test_a_dumb_terminal_gets_no_escape_codes(monkeypatch):
     for term, live in (("dumb", False), ("xterm", True)):
         monkeypatch.setenv("TERM", term)
         printer = sample.Printer(get_tokenizer("bytes"), "", 0, 0, 8, 257)
-        printer.block(0, torch.tensor([97, 98]))
+        printer.block(0, [97, 98])
         assert printer.live == live and ("\x1b" in terminal.getvalue()) == live
 
 

@@ -156,7 +156,7 @@ def test_sequences_and_blocks_of_the_wrong_length_are_refused_in_a_sentence():
                 ModelConfig(**{name: value})
     model = make_model("mamba_h")
     cache = model.new_cache(1, 16)
-    with pytest.raises(UserError, match="trained with blocks of 8"):
+    with pytest.raises(UserError, match="must have block_len = 8 tokens"):
         model.denoise(torch.zeros(1, 4, dtype=torch.long), cache, torch.ones(1))
     with pytest.raises(UserError, match="12 tokens are not whole blocks of block_len 8; choose a .*, such as 16$"):
         model.prefill(torch.zeros(1, 12, dtype=torch.long), cache)
@@ -189,7 +189,7 @@ def test_settings_that_contradict_each_other_are_refused(corpus, tmp_path, argv,
 
 
 @pytest.mark.parametrize("argv, message", [
-    (["--out_dir={trained}", "--resume", "--d_state=16"], "another d_state"),
+    (["--out_dir={trained}", "--resume", "--d_state=16"], "was trained with d_state=8; add"),
     (["--init_from={trained}", "--d_model=64"], "adaln.bias is 64 in that checkpoint and 128 in this run"),
     (["--init_from={trained}", "--n_layer=3"], "is missing in that checkpoint"),
     (["--init_from={trained}", "--n_layer=1"], "missing in this run")])
