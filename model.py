@@ -20,6 +20,7 @@ which is `prefill` (any number of blocks), which calls every layer's `extend`.
     python -m pytest tests/test_model.py              its tests
 """
 import dataclasses
+import difflib
 import glob
 import math
 import os
@@ -568,8 +569,8 @@ class BlockDiffusionLM(nn.Module):
         else:
             u = torch.stack([torch.rand(k + s, generator=g) for g in generator])
         u = u.to(x0.device)                                                    # (b, k + s): levels, then tokens
-        t = 1e-3 + (1 - 1e-3) * (j + u[:, :k]) / n                             # never 0, as the weight is 1 / t
-        return t, u[:, k:] < t.repeat_interleave(s // k, 1)
+        t = 1e-3 + (1 - 1e-3) * (j + u[:, :k]) / n                             # (b, k), never 0: the weight is 1 / t
+        return t, u[:, k:] < t.repeat_interleave(s // k, 1)                    # (b, s)
 
     def forward(self, x0, generator=None):
         """
@@ -702,9 +703,12 @@ def train_flops(config, s, masked=0.5):
 
 def config_from_file(path):
     """The ModelConfig of a config file, given by its path or its name in config/. Its training settings are ignored.
-    Raises UserError for a file that cannot be read, or a shape that cannot work."""
+    Raises UserError for a file that cannot be read, a misspelt name, or a shape that cannot work."""
     defaults = dataclasses.asdict(ModelConfig())
     settings = run_config(path, defaults)
+    for name in settings.keys() - defaults.keys():      # a setting of train.py, unless it nearly is one of the model
+        if near := difflib.get_close_matches(name, defaults, 1, cutoff=0.85):
+            raise UserError(f"{path}: there is no setting '{name}'; did you mean {near[0]}?")
     return ModelConfig(**{k: fit(k, v, defaults[k], path) for k, v in settings.items() if k in defaults})
 
 

@@ -140,10 +140,11 @@ class InferenceMamba:
         """Everything before the output projection: y (b, l, 2, h, p) and power, as plain.ssd_scan_both returns them.
         commit: u holds finished and active blocks, and the cached states conv and ssm are updated."""
         h, di, n, inner = self.heads, self.d_inner, self.d_state, self.inner
-        proj = F.linear(u, self.w_in)
+        proj = F.linear(u, self.w_in)                                          # (b, l, 2 inner + 2 h + padding)
+        # z (b, l, 2, d_inner) and xBC (b, l, 2, c) with c = d_inner + 2 n
         z, xBC = proj[..., :2 * inner].unflatten(-1, (2, inner)).split([di, inner - di], -1)
         dt = proj[..., 2 * inner:2 * (inner + h)].unflatten(-1, (2, h))        # (b, l, 2, h)
-        columns = conv                                  # the convolution's input before each row's first token
+        columns = conv                                  # (b, w - 1, c): what the convolution sees before each row
         if commit:
             end = ops.conv_boundaries(xBC[:len(u) // 2, :, 0], conv, None)[:, -1]
             columns = torch.cat([conv, end])

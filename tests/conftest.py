@@ -215,7 +215,7 @@ def eval_record(*argv):
 
 # Processes are forked from a server that has already imported what takes seconds: AdamW imports torch._dynamo.
 FORKING = multiprocessing.get_context("forkserver")
-FORKING.set_forkserver_preload(["torch._dynamo", "matplotlib.pyplot", "tiktoken"])
+FORKING.set_forkserver_preload(["torch._dynamo", "matplotlib.figure", "tiktoken"])
 
 
 def child_main(argv, environment, paths):

@@ -129,9 +129,11 @@ def test_a_config_file_of_the_repository_is_found_from_any_folder_and_by_its_nam
     for name in ("laptops.py", "lptop"):
         with pytest.raises(UserError, match=f"config file {name} does not exist; config/ has .*laptop, "):
             config_from_file(name)
-    (tmp_path / "mine.py").write_text("d_model = 'wide'")
-    with pytest.raises(UserError, match="mine.py: d_model takes a whole number"):
-        config_from_file("mine.py")
+    for text, message in (("d_model = 'wide'", "d_model takes a whole number"),
+                          ("n_layers = 7", "there is no setting 'n_layers'; did you mean n_layer")):
+        (tmp_path / "mine.py").write_text(text)
+        with pytest.raises(UserError, match=f"mine.py: {message}"):
+            config_from_file("mine.py")
 
 
 def test_names_of_nanogpt_lead_to_ours():
