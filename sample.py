@@ -91,7 +91,7 @@ class SimpleEngine:
 
     def step(self):
         """One denoising step. It reads the cache and does not write to it: the block's tokens are not final yet."""
-        t = self.block.next_noise_level()                                           # (b,) or None
+        t = self.block.next_noise_level()                                      # (b,) or None
         hidden = self.model.denoise_hidden(self.block.xt, self.cache, t)       # (b, l, d)
         # `reveal` says at which positions it needs logits. Logits are v wide, so they are made only there.
         self.block.reveal(lambda positions: self.model.token_logits(take(hidden, positions)))
@@ -114,8 +114,8 @@ def open_engine(wanted, model, dtype=torch.float32):
       auto     graphs if select_kernels selected the kernels of fast/, else simple
 
     All engines use the same random numbers. Their tokens differ only where rounding of the logits changes a draw or,
-    with the decoders confidence and threshold, the choice of a position.
-    Raises UserError for an engine that cannot run.
+    with the decoders confidence and threshold, the choice of a position. Raises UserError for an engine that cannot
+    run.
     """
     check(dict(engine=wanted), choices=dict(engine=ENGINES))
     place = model.embed.weight.device.type
@@ -217,7 +217,7 @@ def generate_naive(model, prompt, length, sampler):
         for _ in block.steps([l - known.size(1)]):
             # x is both x0 and xt: finished blocks have no noise, and the clean stream stops before the last block,
             # so it never reads the masks there.
-            x, t = torch.cat([finished, block.xt], 1), block.next_noise_level()     # (b, begin + l), (b,)
+            x, t = torch.cat([finished, block.xt], 1), block.next_noise_level()            # (b, begin + l), (b,)
             hidden = model.all_block_hidden(x, x, t[:, None].expand(-1, x.size(1) // l))       # (b, begin + l, d)
             block.reveal(lambda positions: model.token_logits(take(hidden[:, begin:], positions)))
         tokens = torch.cat([finished, block.xt], 1)
