@@ -92,8 +92,8 @@ def release():
 
 @contextlib.contextmanager
 def recording_errors(row, any_error=False):
-    """A context that writes an out-of-memory error into row["error"] and ends without raising it; with `any_error`,
-    every other error too."""
+    """A context that swallows an out-of-memory error and writes it into row["error"]; with `any_error`, every other
+    error too."""
     try:
         yield
     except Exception as error:
@@ -440,7 +440,7 @@ def check_settings():
     check_names(globals(), "only")
     for name in ("lengths", "whole", "batch"):
         if not all(type(n) is int and n > 0 for n in globals()[name]) or name == "batch" and not batch:
-            raise UserError(f"{name} must be whole numbers above 0, but is {globals()[name]}; write them as "
+            raise UserError(f"{name} must be whole numbers above 0, but are {globals()[name]}; write them as "
                             f"1024,65536")
     check_file("out", out)
 

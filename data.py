@@ -113,7 +113,8 @@ ELSEWHERE = "choose another --out"
 
 
 def check_out(out, *ours):
-    """Raises UserError if the folder `out` holds files, but none with a name of `ours`: it is not our folder."""
+    """Raises UserError if the folder `out` holds files and none of them is named in `ours`: then another program made
+    it."""
     names = {p.name for p in out.iterdir() if p.suffix != ".tmp"} if out.exists() else set()
     if names and names.isdisjoint(ours):
         raise UserError(f"{out} is not empty, and this command did not make it: {ELSEWHERE}")

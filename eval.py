@@ -104,7 +104,7 @@ def nelbo_figures(counts, tokens, n_bytes):
     nelbo, se = ratio(nats, tokens)
     acc, acc_se = ratio(hits, masked)
     n, mc, _ = counts.shape
-    var = counts[..., 0].var(1, ddof=1).sum() / mc if mc > 1 else math.nan     # of nats.sum(), from noise alone
+    var = counts[..., 0].var(1, ddof=1).sum() / mc if mc > 1 else math.nan     # variance of nats.sum() from noise alone
     ppl = math.exp(min(nelbo, 700))                     # beyond 709, exp overflows
     return dict(nats=nats.round(3).tolist(), nelbo=nelbo, nelbo_se=se, nelbo_se_noise=math.sqrt(var) / tokens.sum(),
                 ppl=ppl, ppl_se=ppl * se, acc=100 * acc, acc_se=100 * acc_se,
@@ -340,8 +340,8 @@ def open_checkpoint(path, dev):
 
 
 def open_with_texts(path, dev):
-    """As `open_checkpoint`, and the folders of text to score: returns the model, its tokenizer, the folders, and the
-    dict. Raises UserError for a text that the model cannot score."""
+    """Opens a checkpoint, and lists the folders of text on which it is scored. Returns the model, its tokenizer, the
+    folders, and the dict of `open_checkpoint`. Raises UserError for a text that the model cannot score."""
     model, tokenizer, known = open_checkpoint(path, dev)
     folders = data or ([] if mcqa else [known["data"] or "data/stdlib"])
     for folder in folders:                              # both calls are here for the errors that they raise
@@ -448,7 +448,7 @@ def main():
         print(f"{parallel.world} x {machine.get('name')} {'bf16' if use_bf16 else 'fp32'} | torch "
               f"{machine['torch']} | {line} | seed {seed}, {mc} noise samples"
               f"{', stratified' if stratified else ''}", flush=True)
-    for path in checkpoint[1:]:                         # an error in the last one should not appear hours later
+    for path in checkpoint[1:]:                         # now, so that a wrong path is not found hours later
         open_with_texts(path, "cpu")
     record = functools.partial(as_json, results, "bfloat16" if use_bf16 else "float32",
                                ranks=parallel.world, kernels=line, hardware=machine)

@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 import fast.plain as plain
-import ops
 from fast.triton_tools import (LOG2E, add_pairs, differentiable, dot, like, operator, rowwise, sigmoid, statewise,
                                strides)
 
@@ -469,7 +468,8 @@ class StepSizes:
         """A buffer (2, r chunks, h, q) fp32. Index 0 is dt, with zeros past the end of a row. Index 1 is a_i, the sum
         of dt_j A over j <= i in the chunk, in units of log 2. The q values of a chunk and head are contiguous."""
         if q not in self.made:
-            (r, l, h), chunks = self.dt.shape, self.dt.shape[0] * triton.cdiv(self.dt.shape[1], q)
+            r, l, h = self.dt.shape
+            chunks = r * triton.cdiv(l, q)
             self.made[q] = self.A.new_empty(2, chunks, h, q)
             steps_kernel[chunks,](self.dt, self.A, self.bias, self.made[q], l, h, *self.dt.stride(), q=q,
                                   H=triton.next_power_of_2(h))

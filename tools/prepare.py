@@ -65,7 +65,7 @@ class Batch:
     source: Source
     index: int                      # number of the source
     path: Path
-    records: list = field(default_factory=list)     # (line, bytes)
+    records: list = field(default_factory=list)     # (line, bytes), or (line, error) where the file is damaged
     documents: list = field(default_factory=list)   # (line, tokens, UTF-8 bytes), or (line, None, error) of a bad one
     read: int = 0                   # bytes of the (compressed) file read so far
     last: bool = False              # whether this is the last batch of the file

@@ -8,7 +8,7 @@ paper's grid of four models and five learning rates (tab:validation-87m-full), o
                                                         # the first are repetitions, drawn thin and hollow
 
 Each run is one process of `train.py`, followed by one of `eval.py`. After an interrupt or a failure, start the same
-command again: finished runs are kept, and unfinished ones continue from their checkpoints.
+command again: finished runs are not repeated, and unfinished ones continue from their checkpoints.
 """
 import contextlib
 import ctypes

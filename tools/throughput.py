@@ -27,7 +27,7 @@ def plot(files, figures):
     for _, what, about, rows in sorted(results, key=lambda r: r[0]):    # by time; of equal times in the given order
         for r in rows:
             kind, _, size = r.get("config", "").rpartition("_")
-            # Only the paper's protocol is drawn. Files of earlier revisions have neither of the last two fields.
+            # Only the paper's protocol is drawn. Files of earlier revisions lack these fields, and follow it.
             if what == "sample" and (r.get("batch", 1), r.get("tokens_per_step", 16)) != (1, 16) or (
                     r.get("seq_len", 8192) != 8192):
                 continue
