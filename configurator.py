@@ -204,7 +204,8 @@ def mute():
 def script(name):
     """
     A context for the body of a script. A UserError, a file that cannot be read or written, or a lack of memory ends
-    the script with one sentence on stderr and status 1. Ctrl-C ends it with status 130. A closed pipe ends it silently.
+    the script with one sentence on stderr and status 1. Ctrl-C, after the imports, ends it with status 130. A closed
+    pipe ends it silently.
     """
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:                # the shell closed it, for example by `>&-`

@@ -51,8 +51,8 @@ TASKS = {                           # `mcqa`: repository, configuration (a patte
 VOCABULARY = {"bytes": 258, "gpt2": 50258}          # token ids of each tokenizer, mask included
 COUNT = range(1, 2 ** 48)
 META = (                            # the two forms of meta.json, see files.misfit: text; question sets
-    {"source": str, "revision": str, "tokenizer": re.compile("|".join(VOCABULARY)), "vocab_size": COUNT,
-     "skipped": range(2 ** 48), "splits": {"*": {
+    {"format": range(VERSION, VERSION + 1), "source": str, "revision": str,
+     "tokenizer": re.compile("|".join(VOCABULARY)), "vocab_size": COUNT, "skipped": range(2 ** 48), "splits": {"*": {
          "tokens": COUNT, "documents": COUNT, "utf8_bytes": COUNT}}},
     {"tasks": {"*": {"questions": COUNT, "source": str, "split": str}}},
 )
@@ -98,8 +98,11 @@ def encode(tokenizer, text):
     The text "<|endoftext|>" in a document is ordinary text, not the special token. Lone surrogates,
     which JSON can express but UTF-8 cannot, become U+FFFD.
     """
-    text = re.sub("[\ud800-\udfff]", "\ufffd", text)
-    utf8 = text.encode()
+    try:
+        utf8 = text.encode()
+    except UnicodeEncodeError:
+        utf8 = re.sub("[\ud800-\udfff]", "\ufffd", text).encode()
+        text = utf8.decode()
     if tokenizer.name == "bytes":
         tokens = np.frombuffer(utf8, np.uint8)
     else:
@@ -247,6 +250,9 @@ def prepare_stdlib(out="data/stdlib", root=None, advice=ELSEWHERE):
         try:
             write_stdlib(work, root)
             os.rename(work, out)
+        except OSError:             # another process may have written the same folder first: then use that
+            if not (out / "meta.json").is_file():
+                raise
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return read_meta(out)

@@ -90,7 +90,7 @@ class ActiveBlock:
     """
     The block that is being unmasked. One denoising step is
 
-      1. `next_noise_level()`        the t on which the model is conditioned
+      1. `next_noise_level()`   the t on which the model is conditioned
       2. a forward pass         of the model over `xt`; this is the engine's part
       3. `reveal(logits_of)`    draws tokens and writes some of them into `xt`
 

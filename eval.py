@@ -422,6 +422,8 @@ def check_settings():
     check(globals(), least=dict(sequences=0, mc=1, batch_size=1, seq_len=0, limit=0, seed=0),
           choices=dict(score=("pll", "nelbo"), dtype=("auto", "float32", "bfloat16")))
     check_names(globals(), "checkpoint", "data", "tasks")
+    if not checkpoint:
+        raise UserError("there is nothing to evaluate; name a file with --checkpoint=PATH")
     if tasks and not mcqa:
         raise UserError("tasks are files of a question set; add --mcqa=FOLDER")
     check_file("out", out, rb'\{"eval"')

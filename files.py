@@ -20,13 +20,13 @@ PICTURE = rb"\x89PNG|%PDF|<\?xml"                         # how a png, pdf or sv
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)     # of an OSError: disk full, quota used up, file too large
 
 
-def need(package, what):
-    """Imports an optional package. Raises UserError with the command that installs it. what: the path or command that
-    needs it, for the message."""
+def need(package, what, pip=""):
+    """Imports an optional package. Raises UserError with the command that installs it. For the message: what, the path
+    or command that needs it, and pip, what to install if that is not the first part of the package's name."""
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise UserError(f"{what} needs {package}: pip install {package.partition('.')[0]}") from None
+        raise UserError(f"{what} needs {package}: pip install {pip or package.partition('.')[0]}") from None
 
 
 def check_file(name, path, kind=rb"\{", inputs=()):

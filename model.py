@@ -385,7 +385,7 @@ class Layer(nn.Module):
         (m, 1, d), or None where nothing is modulated."""
         if cond is None:
             return (None,) * 6
-        parts = self.adaln(cond).chunk(2 if self.hybrid else 6, -1)               # (m, 1, d) each
+        parts = self.adaln(cond).chunk(2 if self.hybrid else 6, -1)            # (m, 1, d) each
         return (*parts, *(None,) * (6 - len(parts)))
 
     def mixer_input(self, h, mod):

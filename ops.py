@@ -19,6 +19,7 @@ repository is imported.
 """
 import contextlib
 import functools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -94,16 +95,16 @@ def ssd_scan_ref(x, dt, A, B, C, D, initial_state=None, block_len=None):
 @replaceable
 def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=128, want_states=True):
     """
-    The same function as `ssd_scan_ref`, as matrix products over chunks of chunk_len positions (state-space duality,
-    Dao & Gu 2024). Differentiable in every tensor argument. With want_states=False the states are None, and
+    The same function as `ssd_scan_ref`, as matrix products over chunks of at most chunk_len positions (state-space
+    duality, Dao & Gu 2024). Differentiable in every tensor argument. With want_states=False the states are None, and
     the state after the last chunk is not computed.
     """
     b, s, h, p = x.shape
     block = block_len or s
     assert s % block == 0, f"{s} positions are not whole blocks of {block_len}"
-    # c chunks of q positions. Blocks end where chunks end: the last chunk of each block is filled up with positions
-    # that leave the state as it is, because their dt is 0.
-    q = min(chunk_len, block)
+    # c chunks of q positions, as equal as a block allows. Blocks end where chunks end: the last chunk of each block is
+    # filled up with positions that leave the state as it is, because their dt is 0.
+    q = math.ceil(block / math.ceil(block / chunk_len))
     fill = -block % q
     dtype = at_least_fp32(x.dtype)
 

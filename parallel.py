@@ -37,14 +37,14 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 def pick_device(name):
     """The name of the device to use. "auto" is cuda if there is one, else cpu. It is never mps, which lacks the fp64
-    that sampling draws in. Raises UserError for a device that this machine lacks."""
+    that sampling draws in. cuda:1 becomes the current GPU. Raises UserError for a device that this machine lacks."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     count = dict(cpu=1, cuda=torch.cuda.device_count(), mps=int(torch.backends.mps.is_available()))
     kind, _, index = (name if ":" in name else f"{name}:0").partition(":")
     if not index.isdecimal() or int(index) >= count.get(kind, 0):
         raise UserError(f"this machine has no device '{name}'; use --device=auto")
-    if kind == "cuda":
+    if kind == "cuda" and ":" in name:
         torch.cuda.set_device(int(index))               # Triton and CUDA graphs run on the current device
     return name
 

@@ -35,7 +35,7 @@ from parallel import has_fast, pick_device, pick_dtype, select_kernels
 
 # ---------------------------------------------------------------------------------------------
 # Settings
-out_dir = "out"                         # where train.py wrote ckpt.pt
+out_dir = "out"                         # a folder with the ckpt.pt of train.py, or an export
 checkpoint = ""                         # another checkpoint: a file, a folder or hf://owner/name (docs/forking.md)
 init = ""                               # "random": untrained weights of model_config
 model_config = ""                       # a file of config/ or its name, for --init=random
@@ -47,7 +47,7 @@ load_cache = ""                         # continue from a cache that save_cache 
 length = 512                            # tokens to generate
 num_samples = 1                         # samples generated side by side, as the rows of one batch
 decoder = "random"                      # random, confidence, threshold or first_hitting
-tokens_per_step = 0                     # p, tokens revealed per step; 0: 16 steps a block (full-sequence: in all)
+tokens_per_step = 0                     # p, tokens revealed per step; 0: at most 16 steps a block
 threshold = 0.9                         # with decoder=threshold: reveal tokens of at least this probability
 temperature = 1.0                       # 0: the most probable token
 top_k = 0                               # draw from the k most probable tokens; 0: from all

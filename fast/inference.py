@@ -216,7 +216,7 @@ class InferenceLayer(Layer):
     def modulation_of_both(self, cond_noisy):
         """Modulation of m clean rows followed by m noisy rows, for cond_noisy (m, 1, d)."""
         mod = self.modulation(cond_noisy)
-        if cond_noisy is None:                             # folded into the weights
+        if cond_noisy is None:                          # folded into the weights
             return mod
         identity = [0, 0, 1, 0, 0, 1]                   # of clean rows: shift 0, scale 0, gate 1
         return [p if p is None else torch.cat([torch.full_like(p, v), p]) for p, v in zip(mod, identity)]

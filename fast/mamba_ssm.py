@@ -55,7 +55,7 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
     state_passing compute these states in fp32 first; then every chunk is scanned as a row of its own from its state.
     """
     (b, s, h, p), n = x.shape, B.size(-1)
-    l = plain.largest_divisor(block_len or s, CHUNK)      # chunks end where blocks end
+    l = plain.largest_divisor(block_len or s, CHUNK)    # chunks end where blocks end
     if l % 16 or p % 16 or n % 16 or x.dtype == torch.float64:
         return ops.ssd_scan.plain(x, dt, A, B, C, D, initial_state, block_len, chunk_len, want_states)
     chunk_state, state_passing, chunk_scan = library()

@@ -21,7 +21,7 @@ def write_jsonl(path, rows):
     if path.suffix == ".gz":
         content = gzip.compress(content)
     if path.suffix == ".zst":
-        content = prepare.zstd.compress(content, options={prepare.zstd.CompressionParameter.checksum_flag: 1})
+        content = prepare.zstd().compress(content, options={prepare.zstd().CompressionParameter.checksum_flag: 1})
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return path

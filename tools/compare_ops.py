@@ -65,7 +65,7 @@ def library(load):
     try:
         return load()
     except Exception as error:
-        if isinstance(error, UserError):              # says itself what is missing
+        if isinstance(error, UserError):                # says itself what is missing
             return str(error).partition(";")[0]
         return "not installed" if isinstance(error, ImportError) else f"broken: {error!r:.60}"
 

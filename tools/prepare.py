@@ -26,11 +26,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-try:
-    from compression import zstd        # since Python 3.14
-except ImportError:
-    from backports import zstd
-
 from configurator import UserError, check_words, script, tqdm
 from data import (ELSEWHERE, HUB, META, SPLITS, TASKS, VERSION, VOCABULARY, SplitWriter, check_out, encode,
                   get_tokenizer, prepare_stdlib, read_json, read_meta, sha256, show, write_json, write_meta)
@@ -51,12 +46,12 @@ def unreadable(path, error):
 
 @dataclass
 class Source:
-    """One input file. A resumed preparation must have the same sources, unchanged since."""
+    """One input file. A resumed preparation must have the same sources: same splits, names, sizes and times."""
     split: str
     name: str                       # its ending determines the format
     fetch: Callable[[], Path]       # returns the path; downloads the file first if necessary
-    size: int = 0                   # bytes, and the time of the last change in ns; 0 for a file on the hub
-    changed: int = 0
+    size: int = 0                   # in bytes; 0 for a file on the hub
+    changed: int = 0                # when the user's own file was changed, in ns; 0 for a data set of the hub
 
 
 @dataclass
@@ -76,9 +71,18 @@ def is_text(name):
     return re.search(r"\.txt(\.zst|\.gz)?$", name)
 
 
+def zstd():
+    """The module that reads .zst files. Raises UserError if it is missing."""
+    own = sys.version_info >= (3, 14)                   # then Python has it
+    return need("compression.zstd" if own else "backports.zstd", "a .zst file", "backports.zstd")
+
+
 def read_records(file, name, done):
     """(line, bytes) of every document after line `done`. A document is a line of JSON, or a whole .txt file."""
-    lines = zstd.open(file) if name.endswith(".zst") else gzip.open(file) if name.endswith(".gz") else file
+    if name.endswith(".zst"):
+        lines = zstd().open(file)
+    else:
+        lines = gzip.open(file) if name.endswith(".gz") else file
     for number, line in enumerate([b"".join(lines)] if is_text(name) else lines, 1):
         if number > done and line.strip():
             yield number, line
@@ -88,6 +92,7 @@ def read_batches(source, index, path, done):
     """The batches of one source after line `done`. If the file is damaged, its last document is a bad one. Raises
     UserError if the system cannot read the file."""
     batch, size, line = Batch(source, index, path), 0, done
+    damaged = (zstd().ZstdError,) if source.name.endswith(".zst") else ()
     try:
         with open(path, "rb") as file:
             for line, raw in read_records(file, source.name, done):
@@ -97,7 +102,7 @@ def read_batches(source, index, path, done):
                     batch.read = file.tell()
                     yield batch
                     batch, size = Batch(source, index, path), 0
-    except (OSError, EOFError, zlib.error, zstd.ZstdError) as error:
+    except (OSError, EOFError, zlib.error, *damaged) as error:
         if getattr(error, "errno", None):       # an error of the system; damaged data has no errno
             raise unreadable(path, error) from None
         batch.records.append((line + 1, error))
@@ -201,8 +206,8 @@ class Preparation:
         names = [name for name in ("meta.json", "progress.json") if (self.out / name).is_file()]
         saved = read_json(self.out / names[0], META if names[0] == "meta.json" else PROGRESS) if names else {}
         if names and saved.get("made_from") != self.made_from:
-            raise UserError(f"{self.out} was made from other files or with other settings: move it away, or "
-                            "choose another --out")
+            raise UserError(f"{self.out} was made from other files or with other settings, or the files have changed "
+                            "since (their size or time): move it away, or choose another --out")
         if "meta.json" in names:
             return True
         self.position, self.skipped = saved.get("position", [0, 0]), saved.get("skipped", 0)
@@ -490,8 +495,15 @@ def prepare_mcqa(out="data/mcqa", tasks=None, local=None, split=None):
 def count(text):
     """A type for argparse: a whole number above 0, such as 5e9."""
     if not 1 <= float(text) <= 1e15:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"must be from 1 to 1e15, but is {text}")
     return int(float(text))
+
+
+def share(text):
+    """A type for argparse: a number from 0 to below 1."""
+    if not 0 <= float(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, but is {text}")
+    return float(text)
 
 
 def parse_arguments(argv):
@@ -521,7 +533,7 @@ def parse_arguments(argv):
         if name in (*HUB, "mcqa"):
             command.add_argument("--local", help="a folder with the hub's layout")
         if name in ("jsonl", "dclm"):
-            command.add_argument("--val_fraction", type=float, help="share of "
+            command.add_argument("--val_fraction", type=share, help="share of "
                                  "the documents for validation", default=5e-4 * (name == "dclm"))
         if name == "dclm":
             command.add_argument("--tokens", type=count, required=True,

@@ -11,8 +11,8 @@ import json
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from configurator import check, check_names, configure, script
 from bench import training_step
+from configurator import check, check_names, configure, script
 from decoders import Sampler
 from files import check_file, write_file
 from model import BlockDiffusionLM, config_from_file

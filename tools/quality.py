@@ -179,6 +179,8 @@ def main():
     check(globals(), least=dict(n_prompts=2, prompt_len=1, length=8, batch_size=1, mc=1, seed=0),
           choices=dict(dtype=("auto", "float32", "bfloat16")))
     check_names(globals(), "checkpoints", "decoders")
+    if not (draw or out):
+        raise UserError("out is empty; name a file, such as --out=out/quality.json")
     png = f"{(draw or out).removesuffix('.json')}.png"
     check_file("out", png, rb"\x89PNG", [draw])
     if draw:

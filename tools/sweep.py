@@ -460,7 +460,9 @@ def main():
 
 if __name__ == "__main__":
     with script("sweep.py"):
-        signal.signal(signal.SIGTERM, signal.default_int_handler)              # as Ctrl-C
+        for number in (signal.SIGTERM, signal.SIGHUP):          # as Ctrl-C; nohup ignores SIGHUP
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, signal.default_int_handler)
         try:
             configure(globals())
             main()

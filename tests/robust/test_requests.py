@@ -44,7 +44,7 @@ def test_bad_requests_are_refused_before_any_work():
 def test_a_suffix_that_does_not_fit_the_block_is_a_sentence():
     model = make_model("mamba_h")
     with pytest.raises(UserError, match="block of 8 tokens in which the prompt ends, which has room for 7; "
-                                         "length and suffix are 8 tokens"):
+                                        "length and suffix are 8 tokens"):
         generate(model, prompts_of(17), 6, make_sampler(model, 1), suffix=[1, 2])
 
 

@@ -9,7 +9,7 @@ from configurator import UserError, check, configure, settings_of
 from conftest import ROOT, TINY, make_model, module_of, run_train, script
 from files import check_file
 from model import BlockDiffusionLM, ModelConfig, config_from_file
-from parallel import ampere_or_later, pick_dtype, select_kernels
+from parallel import Parallel, ampere_or_later, pick_dtype, select_kernels
 
 
 def space(**extra):
@@ -188,6 +188,13 @@ def test_attention_only_models_need_no_geometry_of_mamba():
 def test_settings_that_contradict_each_other_are_refused(corpus, tmp_path, argv, message):
     with pytest.raises(UserError, match=message):
         run_train(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", *argv])
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UserError, match="this machine has 2 GPUs.*--nproc_per_node=2"):
+        Parallel("cuda", 5)
 
 
 @pytest.mark.parametrize("argv, message", [

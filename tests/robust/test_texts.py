@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import random
+import re
+import sys
 import shlex
 from pathlib import Path
 
@@ -139,12 +141,13 @@ def test_a_mistake_is_one_sentence_and_status_1(tmp_path, monkeypatch, arguments
 
 @pytest.mark.parametrize("command", [
     "dclm --tokens=0.5", "dclm --tokens=nan", "dclm --tokens=inf", "dclm --tokens=many", "c4 --sequences=-1",
-    "c4 --seq_len=0", "jsonl a.jsonl --out=out --workers=-3"])
-def test_a_count_that_is_none_is_refused_before_anything_is_read(tmp_path, monkeypatch, command):
+    "c4 --seq_len=0", "jsonl a.jsonl --out=out --workers=-3", *(f"jsonl a.jsonl --out=out --val_fraction={x}" for x in (
+        "-1", "nan", "1", "x"))])
+def test_a_setting_out_of_its_bounds_is_refused_before_anything_is_read(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "a.jsonl", documents(TEXTS))
     status, _, error = script("data.py", *command.split())
-    assert status == 2 and "invalid count value" in error.splitlines()[-1]
+    assert status == 2 and re.search("must be .*, but is|invalid .* value", error.splitlines()[-1])
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -240,6 +243,37 @@ def test_a_file_that_may_not_be_read_is_no_bad_document(tmp_path, monkeypatch):
     assert meta["skipped"] == 0 and meta["splits"]["train"]["documents"] == 2 * len(TEXTS)
 
 
+def test_a_missing_package_names_the_pip_command(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl.zst", documents(TEXTS))
+    for name in ("backports.zstd", "compression.zstd"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match="pip install backports.zstd"):
+        prepared(tmp_path / "out", [path])
+
+
+def test_a_folder_of_an_earlier_format_is_named_as_one(tmp_path):
+    folder = make_folder(tmp_path)
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | dict(format=1)))
+    with pytest.raises(UserError, match="of another format .record.format is 1"):
+        data.TokenData(folder, "train")
+
+
+def test_a_default_corpus_that_another_process_made_meanwhile_is_used(tmp_path, monkeypatch):
+    fake_stdlib(tmp_path / "lib")
+    write, out = data.write_stdlib, tmp_path / "stdlib"
+
+    def slow(work, root):
+        write(work, root)
+        if not out.exists():                            # the other process
+            work.rename(out)
+            work.mkdir()
+            write(work, root)
+    monkeypatch.setattr(data, "write_stdlib", slow)
+    assert data.prepare_stdlib(out, tmp_path / "lib")["splits"]["train"]["documents"] > 0
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("stdlib")] == ["stdlib"]
+
+
 def test_an_empty_default_corpus_leaves_nothing_behind(tmp_path):
     (tmp_path / "lib").mkdir()
     with pytest.raises(UserError, match="no Python source.*python data.py jsonl"):
@@ -252,7 +286,7 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path
     meta = prepared(tmp_path / "out", [path])
     monkeypatch.setattr(data, "append", None)
     assert prepared(tmp_path / "out", [path]) == meta
-    with pytest.raises(UserError, match="other settings: move it away, or choose"):
+    with pytest.raises(UserError, match="size or time.: move it away, or choose"):
         prepared(tmp_path / "out", [path], val_fraction=0.5)
     (tmp_path / "out" / "meta.json").write_text("[]")
     with pytest.raises(UserError, match="damaged.*move .*out away"):

@@ -62,7 +62,7 @@ def test_repeated_counts_4_grams_seen_before():
 @pytest.mark.parametrize("change, message", [
     (dict(checkpoints=["full"]), "must be a block model"), (dict(judge="full"), "full must be a block model"),
     (dict(checkpoints=[]), "there is nothing to compare"),
-    (dict(n_prompts=10 ** 6), "lower n_prompts"),
+    (dict(out=""), "out is empty"), (dict(n_prompts=10 ** 6), "lower n_prompts"),
     (dict(decoders=["random:x"]), "write name:number"),
     (dict(draw=str(ROOT / "assets" / "web.json")), "web.json is not a file that quality.py wrote.*has no rows"),
     (dict(decoders=["worst"]), "decoder must be one of")])

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from configurator import UserError, configure, settings_of
-from conftest import ROOT, TINY, Child, as_config, read_log
+from conftest import ROOT, TINY, Child, as_config, read_log, signals_put_back
 from files import locked
 from tools import sweep
 
@@ -106,7 +106,7 @@ def test_what_is_done_is_not_done_again_and_other_settings_are_refused(swept, co
     assert [os.stat(f).st_mtime_ns for f in made] == times
     with pytest.raises(UserError, match="another seed"):
         grid(config, swept[0], "--train_settings=seed=2")
-    with pytest.raises(UserError, match="another .*seed"):                # even if every run has ended
+    with pytest.raises(UserError, match="another .*seed"):                  # even if every run has ended
         run(f"--runs=['{config} learning_rate=1e-5']", f"--out_dir={swept[0]}", "--train_settings=seed=2",
             "--eval_settings=mc=2 sequences=4")
 
@@ -125,7 +125,7 @@ def test_what_cannot_work_is_refused_before_any_run(tmp_path, argv, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_evaluation_that_is_unreadable_or_has_other_settings_does_not_count(swept, config, tmp_path):
+def test_an_evaluation_with_other_settings_does_not_count(swept, config):
     configure(vars(sweep), [f"--out_dir={swept[0]}", "--eval_settings=mc=2 sequences=4"])
     run = sweep.Run(f"{config} learning_rate=1e-5")
     assert "eval" in sweep.summarise(run)
@@ -142,12 +142,14 @@ def test_an_interrupted_sweep_goes_on_where_it_was(config, tmp_path):
         deadline = time.monotonic() + 60
         while not any(map(os.path.getsize, glob.glob(f"{out}/*/log.jsonl"))) and time.monotonic() < deadline:
             time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
     thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        run(*argv)
-    thread.join()
+    with signals_put_back():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)              # as the script does
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            run(*argv)
+        thread.join()
     first = read_log(f"{out}/tiny_mamba_h")
     assert 5 <= first[-1]["step"] < 150 and os.path.exists(f"{out}/tiny_mamba_h/ckpt.pt")
     run(*argv)
