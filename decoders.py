@@ -34,6 +34,12 @@ def check_decoder(settings):
           most=dict(threshold=1, top_p=1), above=dict(top_p=0), choices=dict(decoder=DECODERS))
 
 
+def usual_tokens_per_step(config, length):
+    """The tokens to reveal per step by default: then a block, or a full-sequence model's request of `length` tokens,
+    takes 16 steps or fewer. config: the model's."""
+    return math.ceil((length if config.full_sequence else config.block_len) / 16)
+
+
 @dataclasses.dataclass
 class Sampler:
     """

@@ -177,8 +177,7 @@ class Parallel:
         if self.device.type == "cuda":
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.device.index or 0)))
             if self.device.index >= (count := torch.cuda.device_count()):
-                raise UserError(f"this machine has {count} GPUs, too few for so many processes; start torchrun with "
-                                f"--nproc_per_node={count}")
+                raise UserError(f"this machine has {count} GPUs; start torchrun with --nproc_per_node={count}")
             torch.cuda.set_device(self.device)
         if self.world > 1:
             backend = "nccl" if self.device.type == "cuda" else "gloo"

@@ -13,7 +13,6 @@ batch (one row for each sample), l the tokens of a block, m any number of tokens
 import codecs
 import dataclasses
 import functools
-import math
 import os
 import shutil
 import signal
@@ -28,7 +27,7 @@ import ops
 from checkpoint import copy_row, find_checkpoint, fingerprint, load_model, load_prefix, read_prefix, save_prefix
 from configurator import UserError, check, configure, script, tqdm
 from data import VOCABULARY, get_tokenizer
-from decoders import ActiveBlock, Sampler, check_decoder
+from decoders import ActiveBlock, Sampler, check_decoder, usual_tokens_per_step
 from files import check_file
 from model import BlockDiffusionLM, cast_for_inference, config_from_file, take
 from parallel import has_fast, pick_device, pick_dtype, select_kernels
@@ -262,12 +261,6 @@ def plan(config, prompts, length, n_suffix=0):
     return l, starts, n_blocks
 
 
-def usual_tokens_per_step(config, length):
-    """The default of tokens_per_step, with which a block, or the request of a full-sequence model, takes 16 steps or
-    fewer."""
-    return math.ceil((length if config.full_sequence else config.block_len) / 16)
-
-
 def first_block(prompts, starts, totals, suffix, l, mask_id):
     """The first active block of every row, (b, l) on the CPU. The cache holds whole blocks only: what a prompt has
     after its last whole block is known here. The suffix is known, too: a masked position sees both sides."""
@@ -463,9 +456,9 @@ def main():
     known = torch.cat([prefix.tokens, tokens]) if prefix else tokens           # all tokens before the generated ones
     suffix_tokens = torch.tensor(tokenizer.encode_ordinary(suffix), dtype=torch.long)
     l, (start, *_), _ = plan(c, [known] * num_samples, length, len(suffix_tokens))
-    sampler = Sampler([(seed + i) % 2 ** 63 for i in range(num_samples)], decoder,
-                      tokens_per_step or usual_tokens_per_step(c, length), threshold, temperature, top_k, top_p,
-                      mask_id=c.mask_id)
+    per_step = tokens_per_step or usual_tokens_per_step(c, length)
+    sampler = Sampler([(seed + i) % 2 ** 63 for i in range(num_samples)], decoder, per_step, threshold, temperature,
+                      top_k, top_p, mask_id=c.mask_id)
     model, new_engine = open_engine(engine, model, weight_dtype)
     pace = f"threshold {threshold}" if decoder == "threshold" else f"{min(sampler.tokens_per_step, l)} tokens a step"
     print(f"{n_params:,} parameters on {dev}, {kernels_line}, decoder {decoder}, {pace}, seed {seed}", file=sys.stderr)

@@ -20,7 +20,7 @@ import eval as evaluation
 import sample
 from configurator import UserError, check, configure, script, tqdm
 from data import encode_choices, noise_seeds
-from decoders import Sampler
+from decoders import Sampler, usual_tokens_per_step
 from files import check_file, write_file
 from model import cast_for_inference
 from parallel import Parallel, pick_dtype, select_kernels
@@ -92,7 +92,7 @@ class NanoBDLM(LM):
             tokens, room = self.text.encode_ordinary(context), max(config.seq_len - length, 0)
             prompt = tokens[max(len(tokens) - room, 0):] or [self.text.eot_token]
             sampler = Sampler(noise_seeds(seed, [i]), mask_id=config.mask_id,
-                              tokens_per_step=tokens_per_step or sample.usual_tokens_per_step(config, length),
+                              tokens_per_step=tokens_per_step or usual_tokens_per_step(config, length),
                               temperature=how.get("temperature", 1.0) if how.get("do_sample") else 0.0)
             done = sample.generate(model, [torch.tensor(prompt)], length, sampler, new_engine,
                                    stop_token=self.text.eot_token)

@@ -16,7 +16,7 @@ import torch
 import eval as evaluation
 import sample
 from configurator import UserError, check, configure, script
-from decoders import Sampler
+from decoders import Sampler, usual_tokens_per_step
 from files import check_file, load_json, misfit, read_record, write_file
 from parallel import pick_device, pick_dtype, select_kernels
 
@@ -53,7 +53,7 @@ def record():
     full = config.full_sequence
     l = config.seq_len if full else config.block_len
     count = length or (1 if full else 2) * l - len(ids) % l     # a block model: at least one whole block
-    sampler = Sampler([seed], decoder, tokens_per_step or sample.usual_tokens_per_step(config, count), threshold,
+    sampler = Sampler([seed], decoder, tokens_per_step or usual_tokens_per_step(config, count), threshold,
                       temperature, mask_id=config.mask_id)
     model, new_engine = sample.open_engine("auto", model, pick_dtype(dtype, dev))
     masks = []                                          # after every step: which positions of the block are masked
