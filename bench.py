@@ -160,7 +160,7 @@ def training_step(config, batch, dev, rank=0, world=1):
         with torch.autocast(dev.type, torch.bfloat16, enabled=ampere_or_later(dev)):
             loss = model(x0, generators) / world
         loss.backward()
-        optimizer.clip_and_step(1e-4)
+        optimizer.step(1e-4, (1 / (optimizer.reduce() + 1e-6)).clamp(max=1))   # the gradient's norm is at most 1
     return step
 
 

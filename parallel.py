@@ -279,12 +279,6 @@ class ShardedAdamW:
             for f in self.flats:
                 all_gather(f["flat"], f["shard"])
 
-    def clip_and_step(self, lr, max_norm=1.0):
-        """One optimizer step with gradients clipped to max_norm. The norm stays a tensor, so the host does not wait
-        for the device."""
-        norm = self.reduce()
-        self.step(lr, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-
     def zero_grad(self):
         for f in self.flats:
             f["grad"].zero_()
