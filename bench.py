@@ -192,7 +192,7 @@ def bench_sample(parallel):
     """Generation speed at 700M, with random weights and p tokens per step. Batch 1 is the paper's protocol."""
     dev, on_gpu = parallel.device, parallel.device.type == "cuda"
     def make_rows(name, ceilings):
-        config = config_from_file(name)
+        config, bare = config_from_file(name), Path(name).stem
         most = (65536 if config.full_sequence else config.rope_capacity) if on_gpu else 1024
         with torch.device(dev):
             model = BlockDiffusionLM(config)
@@ -207,13 +207,12 @@ def bench_sample(parallel):
             if not config.full_sequence:
                 measure_rows, parts = block_rows, [[n for n in ladder if n <= 8192], [n for n in ladder if n > 8192]]
             if not ladder:
-                yield dict(config=Path(name).stem, batch=b,
-                           error=f"{b} rows of the shortest length are too many; give --lengths")
+                yield dict(config=bare, batch=b, error=f"{b} rows of the shortest length are too many; give --lengths")
             for part in filter(None, parts):
                 for row in measure_rows(*engine, b, part):
-                    theirs = paper.SAMPLE.get(Path(name).stem.removesuffix("_700m"), {}).get(row["length"])
+                    theirs = paper.SAMPLE.get(bare.removesuffix("_700m"), {}).get(row["length"])
                     theirs = theirs if (b, tokens_per_step) == (1, 16) else None
-                    row |= dict(config=Path(name).stem, batch=b, tokens_per_step=tokens_per_step)
+                    row |= dict(config=bare, batch=b, tokens_per_step=tokens_per_step)
                     yield dict(row, **limit_of_step(row, model, ceilings), paper=theirs)
     names, longest = models("700m", dev), max(lengths, default=0)
     for name in names:

@@ -9,7 +9,8 @@ these rules. A step draws a token for masked positions and writes some of the dr
   first_hitting  random with p = 1, and t follows the exact distribution of unmasking times. In a block that begins
                  with known tokens, t starts at the masked fraction.
 
-p is `tokens_per_step`. To add a decoder, see "Another decoder" in docs/forking.md.
+p is `tokens_per_step`. `generate_naive`, at the end, shows them at work in the fewest lines: it is generation without a
+cache. To add a decoder, see "Another decoder" in docs/forking.md.
 
     python -m pytest tests/test_sample.py -k "distribution or ancestral or first_hitting"
 """
@@ -20,6 +21,7 @@ import torch
 
 import ops
 from configurator import UserError, check
+from model import take
 
 DECODERS = ("random", "confidence", "threshold", "first_hitting")
 MAX_LOGITS = 2 ** 24                    # the most logits of one row that exist at a time
@@ -233,3 +235,29 @@ def unmask(xt, positions, drawn, mask_id, permutation, offset):
     offset += p
     entries = offset[:, None] + torch.arange(p, device=positions.device)       # (b, p)
     positions.copy_(permutation.gather(1, entries % permutation.size(1)))
+
+
+@torch.no_grad()
+def generate_naive(model, prompt, length, sampler):
+    """
+    Generation without a cache: every denoising step runs all blocks through the training path. Slow, obvious, and the
+    definition: `sample.generate` must return the same tokens, and the tests check that it does. prompt (b, m) ->
+    (b, m + length).
+    """
+    config, tokens, total = model.config, prompt, prompt.size(1) + length
+    l = total if config.full_sequence else config.block_len
+    while tokens.size(1) < total:
+        begin = tokens.size(1) // l * l
+        finished, known = tokens[:, :begin], tokens[:, begin:]
+        xt = tokens.new_full((len(tokens), l), config.mask_id)                 # (b, l)
+        xt[:, :known.size(1)] = known
+        block = ActiveBlock(len(tokens), l, sampler, tokens.device, time_conditioning=True)    # t is needed below
+        block.start(xt, torch.tensor(begin))
+        for _ in block.steps([l - known.size(1)]):
+            # x is both x0 and xt: finished blocks have no noise, and the clean stream stops before the last block,
+            # so it never reads the masks there.
+            x, t = torch.cat([finished, block.xt], 1), block.next_noise_level()            # (b, begin + l), (b,)
+            hidden = model.all_block_hidden(x, x, t[:, None].expand(-1, x.size(1) // l))       # (b, begin + l, d)
+            block.reveal(lambda positions: model.token_logits(take(hidden[:, begin:], positions)))
+        tokens = torch.cat([finished, block.xt], 1)
+    return tokens[:, :total]

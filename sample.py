@@ -197,32 +197,6 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
     return Generation(rows, block_engine.passes, started - called, now(device) - started, cache.nbytes)
 
 
-@torch.no_grad()
-def generate_naive(model, prompt, length, sampler):
-    """
-    Generation without a cache: every denoising step runs all blocks through the training path. Slow, obvious, and the
-    definition: `generate` must return the same tokens, and the tests check that it does. prompt (b, m) ->
-    (b, m + length).
-    """
-    c, tokens, total = model.config, prompt, prompt.size(1) + length
-    l = total if c.full_sequence else c.block_len
-    while tokens.size(1) < total:
-        begin = tokens.size(1) // l * l
-        finished, known = tokens[:, :begin], tokens[:, begin:]
-        xt = tokens.new_full((len(tokens), l), c.mask_id)                      # (b, l)
-        xt[:, :known.size(1)] = known
-        block = ActiveBlock(len(tokens), l, sampler, tokens.device, time_conditioning=True)    # t is needed below
-        block.start(xt, torch.tensor(begin))
-        for _ in block.steps([l - known.size(1)]):
-            # x is both x0 and xt: finished blocks have no noise, and the clean stream stops before the last block,
-            # so it never reads the masks there.
-            x, t = torch.cat([finished, block.xt], 1), block.next_noise_level()            # (b, begin + l), (b,)
-            hidden = model.all_block_hidden(x, x, t[:, None].expand(-1, x.size(1) // l))       # (b, begin + l, d)
-            block.reveal(lambda positions: model.token_logits(take(hidden[:, begin:], positions)))
-        tokens = torch.cat([finished, block.xt], 1)
-    return tokens[:, :total]
-
-
 def now(device):
     """The time in seconds, after the device has finished all work that it was given."""
     if device.type == "cuda":

@@ -5,10 +5,10 @@ import torch
 import ops
 from checkpoint import fingerprint, load_prefix, read_prefix, save_prefix
 from conftest import ENGINES, all_models, block_models, generate_by, make_model, make_sampler, prompts_of
-from decoders import DECODERS, ActiveBlock, Sampler
+from decoders import DECODERS, ActiveBlock, Sampler, generate_naive
 from model import BlockDiffusionLM, take
 from parallel import has_fast
-from sample import generate, generate_naive
+from sample import generate
 
 
 @all_models

@@ -14,10 +14,11 @@ from conftest import (ARCHITECTURES, ENGINES, ROOT, all_models, block_models, bo
 need_fast()
 
 import ops  # noqa: E402
-from configurator import UserError
+from configurator import UserError  # noqa: E402
+from decoders import generate_naive  # noqa: E402
 from fast import engine as fast_engine, inference, plain  # noqa: E402
 from fast.inference import inference_model  # noqa: E402
-from sample import generate, generate_naive, open_engine  # noqa: E402
+from sample import generate, open_engine  # noqa: E402
 from test_ops import scan_inputs  # noqa: E402
 
 

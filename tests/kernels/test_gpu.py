@@ -15,13 +15,13 @@ import decoders  # noqa: E402
 import fast.two_stream as two_stream  # noqa: E402
 import ops  # noqa: E402
 from checkpoint import fingerprint, load_prefix, read_prefix, save_prefix  # noqa: E402
-from configurator import UserError
-from decoders import DECODERS, Sampler  # noqa: E402
+from configurator import UserError  # noqa: E402
+from decoders import DECODERS, Sampler, generate_naive  # noqa: E402
 from fast.engine import say_once  # noqa: E402
 from fast.inference import inference_model  # noqa: E402
 from model import BlockDiffusionLM, ModelConfig, cast_for_inference  # noqa: E402
 from parallel import ShardedAdamW, compile_layers, select_kernels  # noqa: E402
-from sample import SimpleEngine, generate, generate_naive, open_engine  # noqa: E402
+from sample import SimpleEngine, generate, open_engine  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -15,7 +15,7 @@ need_fast()
 
 import ops  # noqa: E402
 import parallel  # noqa: E402
-from configurator import UserError
+from configurator import UserError  # noqa: E402
 from decoders import Sampler  # noqa: E402
 from fast import mamba_ssm  # noqa: E402
 from model import BlockDiffusionLM, ModelConfig  # noqa: E402

@@ -11,7 +11,7 @@ pytest.importorskip("lm_eval", reason="needs lm_eval: pip install lm_eval==0.4.1
 
 import eval as evaluation  # noqa: E402
 from checkpoint import save_checkpoint  # noqa: E402
-from configurator import UserError
+from configurator import UserError  # noqa: E402
 from conftest import BLOCK_MODELS, make_model  # noqa: E402
 from data import load_questions  # noqa: E402
 from parallel import Parallel  # noqa: E402
