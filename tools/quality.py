@@ -154,19 +154,22 @@ def picture(record, path):
         label, colour = MODELS.get(max((k for k in MODELS if name.startswith(k)), key=len, default=""), (name, f"C{i}"))
         ax.errorbar([row["tok_per_s"] for row in mine], [row["bpb"] for row in mine],
                     yerr=[row["bpb_se"] for row in mine], fmt="o", ms=4, capsize=2, color=colour, label=label)
-        names = {}                                      # points that coincide share a label: above, then below
+        places = []                                     # points that coincide share a label
         for row in mine:
-            names.setdefault((round(math.log10(row["tok_per_s"]), 1), round(row["bpb"], 2)), []).append(row)
-        for same in names.values():
-            end = same[0]["bpb"] + (1 - i % 2 * 2) * same[0]["bpb_se"]                    # of the error bar
-            ax.annotate(", ".join(row["decoder"] for row in same), (same[0]["tok_per_s"], end),
-                        (0, -3 if i % 2 else 3), textcoords="offset points", fontsize=7, color=colour, ha="center",
-                        va="top" if i % 2 else "bottom")
+            near = [same for same in places if abs(same[0]["bpb"] - row["bpb"]) < row["bpb_se"]
+                    and abs(math.log10(same[0]["tok_per_s"] / row["tok_per_s"])) < 0.05]
+            near[0].append(row) if near else places.append([row])
+        for same in places:                             # above and right, or below and left, of the error bar
+            side = -1 if i % 2 else 1
+            ax.annotate("\n".join(row["decoder"] for row in same),
+                        (same[0]["tok_per_s"], same[0]["bpb"] + side * same[0]["bpb_se"]), (-4 * side, 3 * side),
+                        textcoords="offset points", fontsize=7, color=colour, ha="right" if i % 2 else "left",
+                        va="top" if i % 2 else "bottom", bbox=dict(fc="white", ec="none", pad=0.5), zorder=3)
     ax.axhline(real["bpb"], color="0.5", ls="--", lw=1)
     ax.annotate("real text", (0.01, real["bpb"]), (0, 3), xycoords=("axes fraction", "data"),
                 textcoords="offset points", color="0.4", fontsize=8)
     ax.set_xscale("log")
-    ax.margins(x=0.15)
+    ax.margins(0.15, 0.1)
     ax.set(xlabel=f"tokens/s, {min(record['settings'][key] for key in ('batch_size', 'prompts'))} rows in a batch",
            ylabel="bits per byte under the judge")
     ax.spines[["top", "right"]].set_visible(False)
