@@ -3,7 +3,7 @@ Which masked tokens a denoising step reveals. The plain engine in sample.py and 
 these rules. A step draws a token for masked positions and writes some of the drawn tokens into the block:
 
   random         at the next p positions of a random permutation. p = 1 is exact ancestral sampling if the model takes
-                 no t: the times of unmasking then do not matter, and its order is uniform.
+                 no t: then only the order of unmasking matters, and it is uniform.
   confidence     at the p positions whose drawn tokens are most probable
   threshold      at every position whose drawn token is at least `threshold` probable, and at the most probable one
   first_hitting  random with p = 1, and t follows the exact distribution of unmasking times. In a block that begins
@@ -24,6 +24,7 @@ from configurator import UserError, check
 from model import take
 
 DECODERS = ("random", "confidence", "threshold", "first_hitting")
+IN_ORDER = ("random", "first_hitting")  # these reveal positions in the order of a random permutation
 MAX_LOGITS = 2 ** 24                    # the most logits of one row that exist at a time
 
 # ops.uniform numbers its random numbers by stream. Token draws (ops.gumbel_argmax) use streams >= 0.
@@ -87,7 +88,7 @@ def cut(logits, top_k, top_p):
         descending, index = logits.double().sort(-1, descending=True)
         probability = descending.softmax(-1)
         # A token is dropped if the more probable ones reach top_p without it. The first token has none before it, so
-        # it always stays.
+        # it always stays. `scatter` puts each answer back at its token's place.
         mass_before = probability.cumsum(-1) - probability
         drop = torch.zeros_like(mass_before, dtype=torch.bool).scatter(-1, index, mass_before >= top_p)
         logits = logits.masked_fill(drop, float("-inf"))
@@ -132,7 +133,7 @@ class ActiveBlock:
         #   begin     tokens of the row before this block. Without it, every block would get the same random numbers.
         # `start` and `reveal` write offset and begin in place, so `key` always holds the current ones.
         self.offset, self.begin = torch.zeros(2, b, dtype=torch.long, device=device)
-        self.key = torch.tensor(sampler.seeds, device=device), self.offset, self.begin
+        self.key = (torch.tensor(sampler.seeds, device=device), self.offset, self.begin)
 
     def start(self, xt, begin):
         """Takes the next block: xt (b, l) holds known tokens or the mask; begin (b,) tokens come before it."""
@@ -141,7 +142,7 @@ class ActiveBlock:
         self.begin.copy_(begin)
         self.offset.zero_()
         self.t.copy_(is_masked.double().mean(1))        # first_hitting's clock starts here
-        if self.sampler.decoder in ("random", "first_hitting"):
+        if self.sampler.decoder in IN_ORDER:
             rank = ops.uniform(l, PERMUTATION_STREAM, *self.key)               # (b, l), in (0, 1)
             # Known positions get rank 2 and come last, so each step meets masked positions until the row has none.
             self.permutation.copy_(rank.masked_fill(~is_masked, 2).argsort(1))
@@ -162,7 +163,7 @@ class ActiveBlock:
             yield from range(math.ceil(max(n_masked) / self.tokens_per_step))
 
     def rewind(self):
-        """Goes back to the first step, but leaves xt as it is. For recording or timing a step many times."""
+        """Goes back to the first positions; xt and t stay. For recording or timing a step many times."""
         self.offset.zero_()
         self.next_positions.copy_(self.permutation[:, :self.tokens_per_step])
 
@@ -184,7 +185,7 @@ class ActiveBlock:
     def positions(self):
         """The positions (b, p) that this step reveals, where the decoder fixes them before the forward pass: the head
         then runs on these alone. None where the logits of all positions decide."""
-        return self.next_positions if self.sampler.decoder in ("random", "first_hitting") else None
+        return self.next_positions if self.sampler.decoder in IN_ORDER else None
 
     def reveal(self, logits_of):
         """Makes some tokens of xt known. logits_of(positions (b, m)) -> logits (b, m, v - 1) at these positions of the
@@ -216,7 +217,8 @@ class ActiveBlock:
         drawn, confidence = torch.cat(drawn, 1), torch.cat(confidence, 1)      # (b, l) each
         confidence = confidence.where(is_masked, -1)    # below every probability: masked positions come first
         if sampler.decoder == "threshold":
-            # The most probable position is always revealed, or a step might reveal nothing and never end.
+            # The masked position with the most probable token is always revealed: else a step might reveal nothing, and
+            # the block would never end.
             is_best = all_positions == confidence.argmax(1, keepdim=True)
             return drawn, (confidence >= sampler.threshold) | is_best
         best = confidence.topk(self.tokens_per_step, 1).indices                # (b, p)

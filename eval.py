@@ -33,7 +33,7 @@ from configurator import UserError, check, check_names, configure, script
 from data import TokenData, batches, bits_per_byte, load_questions, noise_generators, sha256, task_paths
 from files import check_file, write_file
 from model import cast_for_inference
-from nelbo import masked_cross_entropy, nelbo_counts, progress
+from nelbo import masked_cross_entropy, nelbo_sums, progress
 from parallel import Parallel, hardware, pick_dtype, select_kernels
 
 # ---------------------------------------------------------------------------------------------
@@ -91,20 +91,20 @@ def gather(parallel, array):
 
 # -- perplexity -------------------------------------------------------------------------------
 
-def nelbo_figures(counts, tokens, n_bytes):
+def nelbo_figures(sums, tokens, n_bytes):
     """
-    The figures of a text, a dict, from counts (n, mc, 3) of nelbo.nelbo_counts and the sequences' numbers of tokens and
+    The figures of a text, a dict, from sums (n, mc, 3) of nelbo.nelbo_sums and the sequences' numbers of tokens and
     of bytes, each (n,).
 
     `nats` is the NELBO of every sequence, for paired comparisons; `nelbo` is in nats per token. `nelbo_se` is its
     standard error from text and noise, `nelbo_se_noise` that from noise alone. The latter needs mc >= 2. With
     stratified noise it is an upper bound, because the strata differ.
     """
-    nats, masked, hits = counts.mean(1).T                                      # (n,) each, means over noise samples
+    nats, masked, hits = sums.mean(1).T                                      # (n,) each, means over noise samples
     nelbo, se = ratio(nats, tokens)
     acc, acc_se = ratio(hits, masked)
-    n, mc, _ = counts.shape
-    var = counts[..., 0].var(1, ddof=1).sum() / mc if mc > 1 else math.nan     # variance of nats.sum() from noise alone
+    n, mc, _ = sums.shape
+    var = sums[..., 0].var(1, ddof=1).sum() / mc if mc > 1 else math.nan     # variance of nats.sum() from noise alone
     ppl = math.exp(min(nelbo, 700))                     # beyond 709, exp overflows
     return dict(nats=nats.round(3).tolist(), nelbo=nelbo, nelbo_se=se, nelbo_se_noise=math.sqrt(var) / tokens.sum(),
                 ppl=ppl, ppl_se=ppl * se, acc=100 * acc, acc_se=100 * acc_se,
@@ -120,10 +120,10 @@ def evaluate_text(model, tokenizer, folder, parallel, autocast):
     text = TokenData(folder, "val", tokenizer.name)
     s = seq_len or model.config.seq_len
     x, started = text.sequences(s, sequences), time.time()
-    counts = nelbo_counts(model, x, parallel, autocast, seed, mc, stratified, batch_size)
-    counts, n_bytes = gather(parallel, counts), text.sequence_bytes(s, sequences).numpy()
+    sums = nelbo_sums(model, x, parallel, autocast, seed, mc, stratified, batch_size)
+    sums, n_bytes = gather(parallel, sums), text.sequence_bytes(s, sequences).numpy()
     seconds = time.time() - started
-    figures = nelbo_figures(counts, np.full(len(x), s), n_bytes)
+    figures = nelbo_figures(sums, np.full(len(x), s), n_bytes)
     return dict(figures, seq_len=s, sha256=hashlib.sha256(x.numpy()).hexdigest(), seconds=seconds,
                 tok_per_s=x.numel() * mc / seconds)
 

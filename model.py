@@ -6,15 +6,17 @@ Mamba-2 hybrid) and block_len (seq_len: the whole sequence is one block). Equati
   in the code            meaning                                          in the paper
   x0, xt, t              clean tokens, noised tokens, noise level         b*, b_t, t
   clean, noisy           the two streams; only noisy tokens are scored    c^(k), b~_t^(k)
-  extend                 clean tokens read the state and append to it     F_->(c), eq. boundary-state
+  extend                 finished tokens read the cache and move it on    F_->(c), eq. boundary-state
   denoise                one noisy block reads it, never writes           eq. partial-reverse
+  fwd, rev               the two scans of a Mamba layer, summed           F_->, F_<-, Eq. 11-13
   conv, ssm              the two parts of a Mamba boundary state          s_k
   Cache                  keys/values and boundary states of a prefix      C(c), eq. cacheable-layer
 
 In shapes: b sequences, s tokens of each, l tokens of a block, k = s / l blocks, d width, v vocabulary, h heads, e the
-width of an attention head, p that of a Mamba head, n the size of a Mamba state, c channels of a convolution, m any
-number of tokens or rows. As a variable, h is the residual stream. Clean tokens enter the cache by `commit` (a block),
-which is `prefill` (any number of blocks), which calls every layer's `extend`.
+width of an attention head, p that of a Mamba head, n the size of a Mamba state, c channels and w width of its
+convolution, r rows of a scan, m any number of tokens or rows. As variables, h is the residual stream, and q, k, v are
+queries, keys and values. Clean tokens enter the cache by `commit` (a block), which is `prefill` (any number of blocks),
+which calls every layer's `extend`.
 
     python model.py                                   parameter counts of every config
     python -m pytest tests/test_model.py              its tests
@@ -67,6 +69,7 @@ class ModelConfig:
         require(self.block_len <= self.seq_len and self.seq_len % self.block_len == 0,
                 f"seq_len {self.seq_len} does not hold whole blocks of block_len {self.block_len}; "
                 f"choose a block_len that divides it")
+        # Rotation pairs the two halves of a head, so its width must be even.
         require(self.d_model % (2 * self.n_head) == 0,
                 f"d_model {self.d_model} must be a multiple of 2 * n_head = {2 * self.n_head}")
         require(not self.hybrid or self.d_inner % self.mamba_head_dim == 0,
@@ -102,8 +105,8 @@ class ModelConfig:
         return l
 
     def for_length(self, s):
-        """The same model for sequences of s tokens. For a single block that is a full-sequence model: the objective is
-        the same, but it has no cache. Raises UserError unless s is whole blocks and within the rotary capacity."""
+        """The same model for sequences of s tokens. If s is one block, the result is a full-sequence model: the same
+        objective, but no cache. Raises UserError unless s is whole blocks and within the rotary capacity."""
         return dataclasses.replace(self, seq_len=s, block_len=self.block_len_for(s))
 
 
@@ -111,8 +114,8 @@ class ModelConfig:
 class Cache:
     """
     The state of a clean prefix. Allocated once and written in place. `layers` has one entry for each layer:
-      attention   (keys, values), each (b, heads, max_len, head_dim); keys are rotated
-      Mamba-2     (conv (b, conv_width - 1, channels), ssm (b, heads, head_dim, state)), of constant size
+      attention   (keys, values), each (b, h, max_len, e); keys are rotated
+      Mamba-2     (conv (b, w - 1, c), ssm (b, h, p, n)), of constant size
     Nothing in it depends on t or on a noisy token. So each finished block is added once.
     """
     layers: list
@@ -126,7 +129,7 @@ class Cache:
         return sum(part.numel() * part.element_size() for state in self.layers for part in state)
 
     def clear(self):
-        """Zeroes lengths and states."""
+        """Empties the cache in place. Keys and values need no zeros, but Mamba states do: a scan starts from them."""
         for part in (self.lengths, *(part for state in self.layers for part in state)):
             part.zero_()
 
@@ -225,12 +228,13 @@ class Attention(nn.Module):
         q_clean, k_clean, v_clean = self.project(clean, (cos[:n_clean], sin[:n_clean]))
         if self.detach_prefix:                          # the ablation: no gradient through keys and values
             k_clean, v_clean = k_clean.detach(), v_clean.detach()
-        # The noisy blocks of a row lie side by side in one sequence; the mask keeps them apart.
+        # (b * k, l, d) -> (b, s, d): the noisy blocks of a sequence follow each other; the mask keeps them apart.
         q, k, v = self.project(noisy.unflatten(0, (b, -1)).flatten(1, 2), rope)        # (b, h, s, e) each
-        y_clean, y = ops.two_stream_attention(
-            (None if last else q_clean, k_clean, v_clean), (q, k, v), masks)   # (b, h, s - l, e) or None, (b, h, s, e)
+        if last:
+            q_clean = None                              # nothing reads the clean output
+        y_clean, y = ops.two_stream_attention((q_clean, k_clean, v_clean), (q, k, v), masks)
         y_clean = None if last else self.merge(y_clean)                        # (b, s - l, d)
-        return y_clean, self.merge(y).view_as(noisy)
+        return y_clean, self.merge(y).view_as(noisy)                           # (b * k, l, d)
 
     def extend(self, u, state, lengths, rope, block_len):
         """Finished blocks u (b, m, d) -> (b, m, d): attends to the cache and, block-causally, to u. Then it appends the
@@ -245,6 +249,7 @@ class Attention(nn.Module):
         rows = torch.arange(len(k), device=k.device)[:, None]
         at = lengths[:, None] + torch.arange(k.size(2), device=k.device)       # (b, m)
         keys, values = state                                                   # (b, h, max_len, e) each
+        # A slice between two index tensors: the indexed axes (b, m) come first.
         keys[rows, :, at], values[rows, :, at] = k.transpose(1, 2), v.transpose(1, 2)  # (b, m, h, e) on both sides
 
     def denoise(self, u, state, lengths, rope):
@@ -290,11 +295,12 @@ class Mamba2(nn.Module):
         convs (r, k + 1, w - 1, c) and ssms (r, k + 1, h, p, n). block_len None: one block. want_states False: the
         caller does not use the states, and they may be None.
         """
-        di, n, h = self.d_inner, self.d_state, self.heads
+        di, n = self.d_inner, self.d_state
+        padding = -self.in_proj.out_features % 64
 
         # 1. Project: the gate z; x, B and C, which the convolution mixes; the step sizes dt.
         proj = F.linear(u, self.projection())                                  # (r, s, di + c + h + padding)
-        z, xBC, dt, _ = proj.split([di, di + 2 * n, h, proj.size(-1) - 2 * (di + n) - h], -1)  # xBC (r, s, c)
+        z, xBC, dt, _ = proj.split([di, di + 2 * n, self.heads, padding], -1)  # xBC (r, s, c)
 
         # 2. Convolve. The last w - 1 inputs of a block are the state from which the next block starts.
         if conv is None:
@@ -307,7 +313,7 @@ class Mamba2(nn.Module):
         dtype = ops.at_least_fp32(u.dtype)
         dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))                 # (r, s, h)
         A = -torch.exp(self.A_log.to(dtype))                                   # (h,)
-        y, ssms = ops.ssd_scan(x.unflatten(-1, (h, -1)), dt, A, B, C, self.D,
+        y, ssms = ops.ssd_scan(x.unflatten(-1, (self.heads, -1)), dt, A, B, C, self.D,
                                ssm, block_len, self.chunk_len, want_states)    # (r, s, h, p), (r, k + 1, h, p, n)
 
         # 4. Gate, normalise, project back.
@@ -324,11 +330,12 @@ class BiMamba(nn.Module):
         self.reverse_scan, self.detach_prefix = config.reverse_scan, config.detach_prefix
 
     def scan_both(self, u, conv=None, ssm=None):
-        """Eq. partial-reverse. Noisy blocks u (r, l, d): a forward scan from their boundary states, plus a reverse scan
-        from zeros inside each block. Nothing to the right of a block is ever read, so no cache depends on it."""
+        """Eq. partial-reverse. Noisy blocks u (r, l, d) -> (r, l, d): a forward scan from their boundary states (None:
+        zeros), plus a reverse scan from zeros. The reverse scan never leaves its block, so no cached state needs it."""
         y_fwd = self.fwd(u, conv, ssm, want_states=False)[0]                   # Eq. 11: i sees the prefix and 0..i
         if not self.reverse_scan:
             return y_fwd
+        # Its convolution, too, starts from zeros at the end of the block.
         y_rev = self.rev(u.flip(1), want_states=False)[0].flip(1)              # Eq. 12: i sees i..l-1 of its block
         return y_fwd + y_rev                                                   # Eq. 13, (r, l, d)
 
@@ -338,21 +345,21 @@ class BiMamba(nn.Module):
         if clean.size(1) == 0:                          # a single block: there is no prefix
             return clean, self.scan_both(noisy)
         # One clean scan leaves the state before every block (eq. boundary-state). Clean tokens have no reverse scan:
-        # over the prefix, its states would depend on later blocks. Inside each clean block they would not, but the
-        # paper caches the forward scan alone.
+        # one over the whole prefix would read later blocks, and could not be cached. One inside each clean block
+        # could, but the paper caches the forward scan alone.
         # The k - 1 clean blocks have k boundaries: before each of them, and after the last one, where the last noisy
         # block starts.
-        y, conv, ssm = self.fwd(clean, block_len=noisy.size(1))                # states (b, k, ...)
+        y, convs, ssms = self.fwd(clean, block_len=noisy.size(1))              # (b, k, w - 1, c), (b, k, h, p, n)
         if self.detach_prefix:
-            conv, ssm = conv.detach(), ssm.detach()
+            convs, ssms = convs.detach(), ssms.detach()
         # All noisy blocks run as one batch of b * k rows, each from its own state: block j from what clean block
         # j - 1 left, the first from zeros. Without detach_prefix, a block's loss trains the prefix that it starts
         # from (eq. prefix-cache-gradient).
-        return y, self.scan_both(noisy, conv.flatten(0, 1), ssm.flatten(0, 1))
+        return y, self.scan_both(noisy, convs.flatten(0, 1), ssms.flatten(0, 1))
 
     def extend(self, u, state, lengths, rope, block_len):
-        """Finished blocks u (b, m, d) -> (b, m, d): continues the forward scan; its last state goes into the cache.
-        lengths, rope and block_len are Attention's: a scan's state stands for all that came before."""
+        """Finished blocks u (b, m, d) -> (b, m, d): continues the forward scan; its last state replaces the cached one.
+        lengths, rope and block_len are unused: the state stands for the prefix."""
         y, convs, ssms = self.fwd(u, *state)                                   # u counts as one block
         for cached, states in zip(state, (convs, ssms)):
             cached.copy_(states[:, -1])
@@ -386,7 +393,7 @@ class Layer(nn.Module):
         if cond is None:
             return (None,) * 6
         parts = self.adaln(cond).chunk(2 if self.hybrid else 6, -1)            # (m, 1, d) each
-        return (*parts, *(None,) * (6 - len(parts)))
+        return parts + (None,) * (6 - len(parts))
 
     def mixer_input(self, h, mod):
         """The normalised and modulated residual stream h."""
@@ -402,11 +409,11 @@ class Layer(nn.Module):
     def two_stream(self, clean, noisy, cond_clean, cond_noisy, rope, masks, last):
         """Both streams, clean (b, s - l, d) and noisy (b * k, l, d) -> the same shapes. The last layer returns None for
         clean."""
-        mod_clean, mod = self.modulation(cond_clean), self.modulation(cond_noisy)
-        y_clean, y = self.mixer.two_stream(
-            self.mixer_input(clean, mod_clean), self.mixer_input(noisy, mod), rope, masks, last)
+        mod_clean, mod_noisy = self.modulation(cond_clean), self.modulation(cond_noisy)
+        y_clean, y_noisy = self.mixer.two_stream(
+            self.mixer_input(clean, mod_clean), self.mixer_input(noisy, mod_noisy), rope, masks, last)
         clean = None if last else self.after_mixer(clean, y_clean, mod_clean)
-        return clean, self.after_mixer(noisy, y, mod)
+        return clean, self.after_mixer(noisy, y_noisy, mod_noisy)
 
     def extend(self, h, cond, state, lengths, rope, block_len):
         """Finished blocks h (b, m, d) -> (b, m, d). Appends them to `state`, the layer's part of the cache."""
@@ -426,10 +433,12 @@ class Layer(nn.Module):
 
 class BlockDiffusionLM(nn.Module):
     """
+    One of the four models. forward(x0) is the training loss. new_cache, prefill (or commit) and denoise generate.
+
     Initialisation (n = number of layers)
       embedding                        N(0, embed_std)
       projections, MLP                 N(0, init_std), biases 0
-      projections into the residual    N(0, init_std / sqrt(2 n)) in hybrid layers; DDiT gates start at 0
+      projections into the residual    hybrids: N(0, init_std / sqrt(2 n)); DDiT: N(0, init_std), as gates start at 0
       AdaLN, head                      0: the untrained loss is ln(vocabulary - 1)
       norms, Mamba's D                 1
       Mamba's A, dt                    A uniform in [1, 16]; dt log-uniform in [1e-3, 0.1] through the
@@ -455,6 +464,7 @@ class BlockDiffusionLM(nn.Module):
         residual = init_std / math.sqrt(2 * self.config.n_layer) if self.config.hybrid else init_std
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
+                # Not time.mlp.2, which writes into no residual stream.
                 into_residual = name.endswith(("out_proj", "mlp.2")) and name.startswith("layers")
                 std = embed_std if name == "embed" else residual if into_residual else init_std
                 nn.init.normal_(module.weight, std=std)
@@ -504,8 +514,8 @@ class BlockDiffusionLM(nn.Module):
         return self._rope[1][:, at][:, :, None].unbind()
 
     def condition(self, t):
-        """Conditioning of noisy tokens (m, 1, d) from t (m,). Without timestep conditioning every t counts as 0, which
-        gives one learned constant (1, 1, d)."""
+        """Conditioning of noisy tokens (m, 1, d) from t (m,). Models without timestep conditioning ignore t and embed
+        0, which gives one learned constant (1, 1, d)."""
         if not self.config.time_conditioning:
             t = torch.zeros(1, device=self.embed.weight.device)
         return F.silu(self.time(t))
@@ -536,7 +546,8 @@ class BlockDiffusionLM(nn.Module):
         """Hidden states (b, s, d) of every noisy block given its clean prefix. x0, xt (b, s); t (b, k)."""
         b, s = x0.shape
         l = self.config.block_len_for(s)
-        # Under autocast the residual stream has autocast's dtype: training stores it most, and bf16 halves it.
+        # Under autocast the residual stream has autocast's dtype: it is most of what training stores, and bf16 halves
+        # that.
         device = x0.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.embed.weight.dtype
         # Two streams: every token is there clean, as a later block sees it, and noisy, as its own block sees it. The
@@ -544,7 +555,8 @@ class BlockDiffusionLM(nn.Module):
         # sequence i.
         clean = self.embed(x0[:, :s - l]).to(dtype)                            # (b, s - l, d)
         noisy = self.embed(xt).view(-1, l, self.config.d_model).to(dtype)      # (b * k, l, d)
-        cond_clean, cond_noisy = self.condition_clean(), self.condition(t.reshape(-1))         # (b * k or 1, 1, d)
+        cond_clean = self.condition_clean()                                    # (1, 1, d) or None
+        cond_noisy = self.condition(t.reshape(-1))                             # (b * k or 1, 1, d)
         rope, masks = self.rope(s), ops.two_stream_masks(s, l, x0.device)
         for i, layer in enumerate(self.layers):
             last = i + 1 == len(self.layers)
@@ -584,11 +596,11 @@ class BlockDiffusionLM(nn.Module):
         """The loss for given noise: is_masked (b, s), t (b, k)."""
         # Only masked tokens are scored, so only they need the head. `nonzero` waits for the GPU: here, before the
         # layers, little work is queued, and afterwards the host can run ahead through forward and backward.
-        masked = is_masked.flatten().nonzero().squeeze(1)                      # (m,)
+        masked = is_masked.flatten().nonzero().squeeze(1)                      # (m,) indices into the b * s tokens
         xt = x0.masked_fill(is_masked, self.config.mask_id)
         weight = (1 / t).repeat_interleave(x0.size(1) // t.size(1), 1)         # (b, s)
-        hidden = self.all_block_hidden(x0, xt, t)                              # (b, s, d)
-        hidden, target, weight = (x.flatten(0, 1).index_select(0, masked) for x in (hidden, x0, weight))    # (m, ...)
+        hidden = self.all_block_hidden(x0, xt, t).flatten(0, 1).index_select(0, masked)        # (m, d)
+        target, weight = (x.flatten().index_select(0, masked) for x in (x0, weight))           # (m,) each
         nll = ops.linear_cross_entropy(hidden, self.head.weight, target, weight)
         # Divided by all b * s tokens, not by the number of masked ones: so a batch's loss is the mean of its parts'.
         return nll / x0.numel()
@@ -606,10 +618,12 @@ class BlockDiffusionLM(nn.Module):
         conv = (batch, config.conv_width - 1, config.d_inner + 2 * config.d_state)
         ssm = (batch, config.d_inner // config.mamba_head_dim, config.mamba_head_dim, config.d_state)
         # A state is read from the first block on, so it must be zeros. Keys and values beyond `lengths` never count.
-        layers = [
-            (weight.new_empty(kv), weight.new_empty(kv)) if isinstance(layer.mixer, Attention) else
-            (weight.new_zeros(conv), weight.new_zeros(ssm, dtype=ops.at_least_fp32(weight.dtype)))
-            for layer in self.layers]
+        layers = []
+        for layer in self.layers:
+            if isinstance(layer.mixer, Attention):
+                layers.append((weight.new_empty(kv), weight.new_empty(kv)))
+            else:
+                layers.append((weight.new_zeros(conv), weight.new_zeros(ssm, dtype=ops.at_least_fp32(weight.dtype))))
         return Cache(layers, torch.zeros(batch, dtype=torch.long, device=weight.device), max_len)
 
     @torch.no_grad()
@@ -624,13 +638,14 @@ class BlockDiffusionLM(nn.Module):
         if self.config.full_sequence:
             raise UserError("a full-sequence model has no prefix cache: put the prompt in its window")
         l = self.config.block_len_for(x0.size(1))
-        if int(cache.lengths.max()) + x0.size(1) > cache.max_len:
-            raise UserError(f"the cache holds {cache.max_len} tokens and cannot take "
-                            f"{x0.size(1)} more; make it with a larger max_len")
-        step = max(chunk_tokens // (l * len(x0)), 1) * l
+        held = int(cache.lengths.max())
+        if held + x0.size(1) > cache.max_len:
+            raise UserError(f"the cache holds {held} of at most {cache.max_len} tokens and cannot take {x0.size(1)} "
+                            f"more; make it with a larger max_len")
+        chunk = max(chunk_tokens // (l * len(x0)), 1) * l
         cond = self.condition_clean()
-        for x in x0.split(step, 1):
-            h, rope = self.embed(x), self.rope_after(cache.lengths, x.size(1))             # h (b, step, d)
+        for x in x0.split(chunk, 1):
+            h, rope = self.embed(x), self.rope_after(cache.lengths, x.size(1))             # h (b, up to chunk, d)
             for layer, state in zip(self.layers, cache.layers):
                 h = layer.extend(h, cond, state, cache.lengths, rope, l)
             cache.lengths += x.size(1)                  # after all layers: each has appended behind the old length
@@ -652,7 +667,8 @@ class BlockDiffusionLM(nn.Module):
         return self.final(h, cond)
 
     def denoise(self, xt, cache, t):
-        """Logits (b, l, v) of the active block xt (b, l) at noise level t (b,). Reads the cache."""
+        """Logits (b, l, v) of the active block xt (b, l) at noise level t (b,); None if the model takes none. Reads the
+        cache."""
         return self.logits(self.denoise_hidden(xt, cache, t))
 
     def check_active(self, xt):
@@ -679,23 +695,23 @@ def train_flops(config, s, masked=0.5):
     """
     d, v, n, di = config.d_model, config.vocab_size, config.d_state, config.d_inner
     l = config.block_len_for(s)
-    k, clean = s // l, s - l
+    k, n_clean = s // l, s - l
     total = s * masked * 2 * d * v
     for i in range(config.n_layer):
-        clean_out = 0 if i == config.n_layer - 1 else clean # clean tokens that go past the mixer
+        clean_out = 0 if i == config.n_layer - 1 else n_clean               # clean tokens that go past the mixer
         total += (s + clean_out) * 2 * 8 * d * d            # the MLP
         if i % config.attn_every == 0:
             area = l * l * (k * (k - 1) // 2 + k)           # noisy: earlier clean blocks and its own
             area += l * l * k * (k - 1) // 2 if clean_out else 0
             total += (s + clean_out) * 2 * 4 * d * d            # qkv and the output projection
-            total += (clean - clean_out) * 2 * 2 * d * d        # the last layer's clean tokens: only keys and values
+            total += (n_clean - clean_out) * 2 * 2 * d * d        # the last layer's clean tokens: only keys and values
             total += 4 * area * d                               # scores, weighted values
         else:
             q = min(config.chunk_len, l)
             project = 2 * d * (2 * di + 2 * n + di // config.mamba_head_dim) + 2 * di * d
             scan = 2 * q * n + 2 * q * di + 4 * n * di      # scores, times x, state in and out
-            both = 1 + config.reverse_scan
-            total += (both * s + clean) * (project + scan)  # noisy tokens both ways, clean ones forward
+            directions = 2 if config.reverse_scan else 1    # of noisy tokens; clean ones are scanned forward
+            total += (directions * s + n_clean) * (project + scan)
     return 3 * total
 
 

@@ -1,6 +1,6 @@
 """
 The NELBO of text (eq. nelbo-ppl-background). train.py's validation and eval.py's perplexity call the same function,
-nelbo_counts. With the same seed, sequences and number of samples they draw the same noise and give the same number.
+nelbo_sums. With the same seed, sequences and number of samples they draw the same noise and give the same number.
 
     python eval.py                                              # out/ckpt.pt on its validation text
     python -m pytest tests/test_eval.py                         # its tests
@@ -22,7 +22,7 @@ def progress(parallel, what, total, unit, terse=False):
     terminal = sys.stderr.isatty()
     return tqdm(desc=what, total=total, unit=unit, file=sys.stderr, leave=False, unit_scale=True,
                 mininterval=0.2 if terminal else 30, delay=3 if terse else 0,
-                disable=parallel.rank > 0 or terse and not terminal)
+                disable=parallel.rank > 0 or (terse and not terminal))
 
 
 def masked_cross_entropy(model, hidden, target, max_logits=2 ** 25):
@@ -59,7 +59,7 @@ def sequence_nelbo(model, x0, is_masked, t):
     return parts.new_zeros(len(x0), 3).index_add(0, row, parts)                # (b, 3): sums over each sequence
 
 
-def nelbo_counts(model, x, parallel, autocast, seed, mc, stratified=False, batch_size=8, stop=None):
+def nelbo_sums(model, x, parallel, autocast, seed, mc, stratified=False, batch_size=8, stop=None):
     """
     sequence_nelbo of every sequence of x (n, s), for mc noise samples: float64 (n, mc, 3). Only this rank's sequences
     are filled in, the others stay zero, so the caller sums over ranks. Noise is a function of (seed, sequence, sample).
@@ -67,9 +67,9 @@ def nelbo_counts(model, x, parallel, autocast, seed, mc, stratified=False, batch
     autocast: a function that returns the context in which the model runs. stratified: the t of sample j comes from the
     j-th of mc equal parts of its range. stop: the list of signals that train.py has received. With one process, a
     signal ends the work, and None is returned. With more, a signal is ignored here: a rank that ended alone would leave
-    the others waiting.
+    the others waiting. If stop is given, even empty, the progress bar is terse.
     """
-    counts = np.zeros((len(x), mc, 3))
+    sums = np.zeros((len(x), mc, 3))
     mine = range(parallel.rank, len(x), parallel.world)
     with progress(parallel, "perplexity", len(mine) * mc * x.size(1), "tok", terse=stop is not None) as bar:
         for rows in batches(mine, batch_size):
@@ -80,6 +80,6 @@ def nelbo_counts(model, x, parallel, autocast, seed, mc, stratified=False, batch
                 generators = noise_generators(seed, [(j << 32) | row for row in rows])  # a number for each (j, row)
                 t, is_masked = model.draw_noise(x0, generators, (j, mc) if stratified else (0, 1))
                 with autocast():
-                    counts[rows, j] = sequence_nelbo(model, x0, is_masked, t)
+                    sums[rows, j] = sequence_nelbo(model, x0, is_masked, t)
                 bar.update(x0.numel())
-    return counts
+    return sums

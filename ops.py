@@ -100,17 +100,18 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
     the state after the last chunk is not computed.
     """
     b, s, h, p = x.shape
-    block = block_len or s
-    assert s % block == 0, f"{s} positions are not whole blocks of {block_len}"
-    # c chunks of q positions, as equal as a block allows. Blocks end where chunks end: the last chunk of each block is
-    # filled up with positions that leave the state as it is, because their dt is 0.
-    q = math.ceil(block / math.ceil(block / chunk_len))
-    fill = -block % q
+    l = block_len or s
+    assert s % l == 0, f"{s} positions are not whole blocks of {block_len}"
+    # Each block is cut into the fewest chunks of at most chunk_len positions: c chunks in all, of q positions each. The
+    # last chunk of a block is filled up with positions that leave the state as it is, because their dt is 0.
+    q = math.ceil(l / math.ceil(l / chunk_len))
+    fill = -l % q
     dtype = at_least_fp32(x.dtype)
 
     def in_chunks(v):
         """v (b, s, ...) -> (b, c, q, features)."""
-        return F.pad(v.flatten(2).unflatten(1, (-1, block)), (0, 0, 0, fill)).flatten(1, 2).unflatten(1, (-1, q))
+        v = F.pad(v.flatten(2).unflatten(1, (-1, l)), (0, 0, 0, fill))         # (b, k, l + fill, features)
+        return v.flatten(1, 2).unflatten(1, (-1, q))
 
     with torch.autocast(x.device.type, enabled=False):
         xs, dt, B, C = (v.to(dtype) for v in (x, dt, B, C))
@@ -118,6 +119,7 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
         B, C = in_chunks(B), in_chunks(C)                                      # (b, c, q, n) each
         xd = in_chunks(xs * dt[..., None]).unflatten(-1, (h, p)).transpose(2, 3)       # (b, c, h, q, p): dt_i x_i
         a = in_chunks(dt * A).transpose(2, 3)                                  # (b, c, h, q): log of the decay at i
+        c = a.size(1)
 
         # 1. Inside a chunk: y_i = sum_{j<=i} exp(a_{j+1} + .. + a_i) (C_i . B_j) dt_j x_j. This is causal attention
         # with a decay in place of the softmax.
@@ -127,19 +129,19 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
 
         # 2. The state at the end of each chunk, as if the chunk started from zeros. That of the last chunk goes
         # into the returned states only. m is the number of chunks for which it is computed.
-        m = a.size(1) if want_states else a.size(1) - 1
+        m = c if want_states else c - 1
         to_end = decay[:, :m, :, -1, :, None]                                  # (b, m, h, q, 1)
         local = (xd[:, :m] * to_end).transpose(3, 4) @ B[:, :m, None]          # (b, m, h, p, n)
 
         # 3. The true state before every chunk, and after the last one if it is wanted.
         states = pass_states(local, a[:, :m].sum(-1), _initial(initial_state, x, B, dtype))    # (b, m + 1, h, p, n)
 
-        # 4. The part of y that comes from the state S before the chunk: exp(a_1 + .. + a_i) S C_i.
+        # 4. The part of y that comes from the state s_0 before the chunk: exp(a_1 + .. + a_i) s_0 C_i.
         from_start = torch.exp(a.cumsum(-1))[..., None]                        # (b, c, h, q, 1)
-        y = y + from_start * (C[:, :, None] @ states[:, :a.size(1)].transpose(3, 4))           # (b, c, h, q, p)
-        y = y.transpose(2, 3).reshape(b, -1, block + fill, h, p)[:, :, :block].flatten(1, 2)   # (b, s, h, p)
+        y = y + from_start * (C[:, :, None] @ states[:, :c].transpose(3, 4))    # (b, c, h, q, p)
+        y = y.transpose(2, 3).reshape(b, -1, l + fill, h, p)[:, :, :l].flatten(1, 2)           # (b, s, h, p)
         y = (y + D[..., None] * xs).to(x.dtype)
-        return y, states[:, ::(block + fill) // q] if want_states else None    # the latter (b, k + 1, h, p, n)
+        return y, states[:, ::(l + fill) // q] if want_states else None        # the latter (b, k + 1, h, p, n)
 
 
 def pass_states(local, log_decay, initial):
@@ -328,8 +330,8 @@ def cross_entropy_tile(logits, target, weight, n_classes):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The forward computes the loss and, because the loss is a scalar, already its gradients: three products for each
-    tile, whose logits are then dropped. The backward only scales the gradients."""
+    """The forward computes the loss and, because the loss is a scalar, its gradients too: three products for each tile.
+    So only one tile's logits exist at a time. The backward only scales the gradients."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda")
@@ -361,7 +363,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 # ----------------------------------------------------------------------------------------------
 # Draws. A random number is a pure function of (seed, stream, index, step, begin). No generator with a state is used, so
-# a draw does not depend on the batch, the engine or the device.
+# it does not depend on the batch, the engine or the device. (fast/ rounds the noise that is made from it differently.)
 
 def philox(seed, *counters):
     """Philox4x32-10 (Salmon et al. 2011): a seed and four counters, int64 tensors that broadcast -> four tensors of

@@ -34,8 +34,8 @@ TRAIN = dict(zip(MODELS, [229_957, 223_825, 151_976, 166_849]))
 
 # tab:inference-throughput: tokens/s of the 700M models on one A100, for each number of generated tokens in LADDER:
 # {number: its label on an axis}. The full-sequence models were measured at fewer, shorter lengths.
-LADDER = {2 ** i: f"{2 ** i // 1000}K" if i > 9 else str(2 ** i) for i in range(8, 18)}
-LADDER |= {200_000: "", 262_144: "262K"}
+LADDER = {256: "256", 512: "512", 1024: "1K", 2048: "2K", 4096: "4K", 8192: "8K", 16_384: "16K", 32_768: "32K",
+          65_536: "65K", 131_072: "131K", 200_000: "", 262_144: "262K"}
 SAMPLE = {kind: dict(zip(LADDER, speeds)) for kind, speeds in zip(MODELS, [
     [1035, 915, 1421, 1062, 761, 351, 122, 36],
     [470, 541, 498, 461, 387, 429, 240, 101, 35],

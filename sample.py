@@ -57,7 +57,7 @@ watch = False                           # show the active block while it is unma
 device = "auto"                         # auto, cpu or cuda; mps lacks the fp64 that sampling draws in
 dtype = "auto"                          # auto: bfloat16 if the GPU has it, else float32
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
-engine = "auto"                         # auto, simple, fused or graphs: with the same random numbers
+engine = "auto"                         # auto, simple, fused or graphs, see open_engine; all draw the same numbers
 # ---------------------------------------------------------------------------------------------
 
 ENGINES = ("auto", "simple", "fused", "graphs")
@@ -117,12 +117,12 @@ def open_engine(wanted, model, dtype=torch.float32):
     run.
     """
     check(dict(engine=wanted), choices=dict(engine=ENGINES))
-    place = model.embed.weight.device.type
-    if place == "mps":
+    device_type = model.embed.weight.device.type
+    if device_type == "mps":
         raise UserError("device=mps lacks the fp64 that sampling draws in; use --device=cpu")
-    if wanted == "simple" or (wanted == "auto" and (place == "cpu" or "cached_attention" not in ops.FAST)):
+    if wanted == "simple" or (wanted == "auto" and (device_type == "cpu" or "cached_attention" not in ops.FAST)):
         return cast_for_inference(model, dtype), SimpleEngine
-    if wanted == "graphs" and place == "cpu":
+    if wanted == "graphs" and device_type == "cpu":
         raise UserError("engine=graphs records CUDA graphs, but the model is on the CPU; use --engine=auto")
     if not has_fast():
         raise UserError(f"engine={wanted} needs the folder fast/, which is not here; use --engine=simple")
@@ -148,10 +148,11 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
     Continues every prompt by `length` tokens. With a suffix, these tokens fill the gap between prompt and suffix.
 
     model, new_engine: as `open_engine` returns them. prompts: list of 1-D int64 tensors, which may differ in length
-    and be empty. sampler: Sampler with one seed for each prompt. stop_token: a row ends after its first one, without a
-    suffix. prefix: a Prefix that comes before every prompt; its tokens are part of the returned rows. on_block(row,
-    tokens) is called after each block with the new tokens of a row, a list; on_step(xt) after each denoising step;
-    on_read(n) when n more tokens of the prompts have been read. Raises UserError for a request that `plan` refuses.
+    and be empty. sampler: Sampler with one seed for each prompt. stop_token: a row ends after its first new one, and
+    then its suffix is left out. prefix: a Prefix that comes before every prompt; its tokens are part of the returned
+    rows. on_block(row, tokens) is called after each block with the new tokens of a row, a list; on_step(xt) after each
+    denoising step; on_read(n) when n more tokens of the prompts have been read. Raises UserError for a request that
+    `plan` refuses.
     """
     device = model.embed.weight.device
     if prefix is not None:
@@ -175,12 +176,10 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
     # which are all final. (A fast engine commits block k - 1 together with the first step of block k.) Rows may start
     # at different tokens; their blocks are unmasked side by side.
     for k in range(n_blocks):
-        if k:
-            block_engine.commit(x0)
         x0 = block_engine.decode(active, n_masked, on_step)                    # (b, l), no mask left
-        for i, block in enumerate(x0.tolist()):         # waits for the device; with graphs, the only wait in a block
-            # New are the tokens after those of the prompt, up to the row's last one. A row that has ended gets none,
-            # while the batch runs on for the others.
+        for i, block in enumerate(x0.tolist()):         # waits for the device: with graphs once a block, but threshold
+            # New are the tokens after those of the prompt, up to the row's last one. A row that has ended gets none (an
+            # empty slice), while the batch runs on for the others.
             begin = starts[i] + k * l
             new = block[len(rows[i]) - begin:totals[i] - begin]
             if stop_token in new:
@@ -189,8 +188,9 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
             rows[i] += new
             if on_block:
                 on_block(i, new)
-        if [len(row) for row in rows] == totals:
+        if [len(row) for row in rows] == totals:        # at the last block at the latest
             break
+        block_engine.commit(x0)
         active.fill_(sampler.mask_id)
         n_masked = [l] * len(rows)
     rows = [torch.tensor(row, dtype=torch.long) for row in rows]
@@ -215,6 +215,8 @@ def plan(config, prompts, length, n_suffix=0):
     tokens and 11 masks, the second has 16 masks, of which 9 are needed. Raises UserError for a request that cannot be
     served, before any work.
     """
+    if not prompts:
+        raise UserError("there are no prompts; give at least one, which may be empty")
     totals = [len(p) + length + n_suffix for p in prompts]
     if length < 1:
         raise UserError(f"length must be at least 1, but is {length}")
@@ -261,7 +263,7 @@ def read_prompts(model, cache, prompts, starts, prefix, on_read=None):
             continue
         if prefix:
             copy_row(prefix.cache, row)
-        model.prefill(tokens[None, int(row.lengths):], row, on_chunk=on_read)
+        model.prefill(tokens[None, int(row.lengths):], row, on_chunk=on_read)  # what the prefix has not filled
 
 
 # ---------------------------------------------------------------------------------------------
@@ -429,7 +431,7 @@ def main():
     tokens = torch.tensor(tokens, dtype=torch.long)
     known = torch.cat([prefix.tokens, tokens]) if prefix else tokens           # all tokens before the generated ones
     suffix_tokens = torch.tensor(tokenizer.encode_ordinary(suffix), dtype=torch.long)
-    l, (start, *_), _ = plan(c, [known] * num_samples, length, len(suffix_tokens))
+    l, (start,), _ = plan(c, [known], length, len(suffix_tokens))
     per_step = tokens_per_step or usual_tokens_per_step(c, length)
     sampler = Sampler([(seed + i) % 2 ** 63 for i in range(num_samples)], decoder, per_step, threshold, temperature,
                       top_k, top_p, mask_id=c.mask_id)

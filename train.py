@@ -25,7 +25,7 @@ from configurator import UserError, check, configure, mute, script, settings_of,
 from data import VOCABULARY, TokenData, bits_per_byte, byte_baselines, noise_generators, prepare_stdlib
 from files import lock, misfit, write_file, writing
 from model import BlockDiffusionLM, ModelConfig, train_flops
-from nelbo import nelbo_counts
+from nelbo import nelbo_sums
 from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, lost_rank, matmul_ceiling, pick_dtype,
                       select_kernels, share_of_batch)
 
@@ -309,12 +309,12 @@ def main():
     def validate():
         """The validation loss in nats per token after `step` steps. Logs it once for each step. None if a signal
         interrupted it."""
-        counts = nelbo_counts(model.eval(), val, parallel, autocast, seed, eval_samples,
+        sums = nelbo_sums(model.eval(), val, parallel, autocast, seed, eval_samples,
                               batch_size=len(micro_batches[0]), stop=stop)
         model.train()
-        if counts is None:
+        if sums is None:
             return None
-        loss = parallel.sum([counts[..., 0].sum()])[0] / (eval_samples * val.numel())
+        loss = parallel.sum([sums[..., 0].sum()])[0] / (eval_samples * val.numel())
         if step not in log.validated:
             if step:
                 log.write(dict(step=step, val_loss=round(loss, 5)))

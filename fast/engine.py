@@ -4,7 +4,7 @@ The fast engines: denoising steps with prepared weights (inference.py), recorded
 `FastEngine` has the methods of sample.SimpleEngine and uses the same random numbers. A step reads the prefix length on
 the device, so the host replays the same graph for every block.
 
-    python -m pytest tests/test_sample.py -k fused              on a CPU, without graphs
+    python -m pytest tests/kernels/test_engines.py              on a CPU, without graphs
     python -m pytest tests/kernels/test_gpu.py -k graphs        on a GPU
 """
 import functools
@@ -20,19 +20,20 @@ from model import take
 
 class FastEngine:
     """
-    Unmasks one block after another. `commit` only stores the finished block; the first step of the next block commits
-    it in the same forward pass. Until then cache.lengths is one block behind: `begin` counts the stored block, and
-    `flush` must be called before other code reads the cache.
+    Unmasks one block after another. `commit` only keeps the finished block as pending; the first step of the next block
+    commits it in the same forward pass. Until then cache.lengths is one block behind: `begin` counts the pending block,
+    and `flush` must be called before other code reads the cache.
     """
 
-    def __init__(self, model, cache, sampler, block_len, graphs):
-        """model: from inference_model; cache: an empty one; graphs: whether to record steps as CUDA graphs."""
+    def __init__(self, model, cache, sampler, block_len, record):
+        """model: from inference_model; cache: an empty one; record: whether to record steps as CUDA graphs."""
         self.model, self.cache, self.passes, self.block_len = model, cache, 0, block_len
         self.block = ActiveBlock(len(sampler.seeds), block_len, sampler, cache.lengths.device,
                                  model.config.time_conditioning)
-        self.finished, self.pending = self.block.xt.clone(), False
+        self.pending_block, self.has_pending = self.block.xt.clone(), False
         self.graphs = {}                                # whether the step also commits -> its CUDA graph
-        if graphs:
+        self.rope = model._rope                         # graphs read this table, so it must live as long as they do
+        if record:
             self.capture()
 
     @property
@@ -42,7 +43,7 @@ class FastEngine:
     @property
     def begin(self):
         """Number of tokens before the active block (b,)."""
-        return self.cache.lengths + self.block_len if self.pending else self.cache.lengths
+        return self.cache.lengths + self.block_len if self.has_pending else self.cache.lengths
 
     def decode(self, xt, n_masked, on_step=None):
         """As sample.SimpleEngine.decode."""
@@ -56,23 +57,23 @@ class FastEngine:
     def step(self):
         """One denoising step. It also commits the pending block, if there is one."""
         if self.graphs:
-            self.graphs[self.pending].replay()
+            self.graphs[self.has_pending].replay()
         else:
-            self.denoise(self.pending)
-        self.pending = False
+            self.denoise(self.has_pending)
+        self.has_pending = False
         self.passes += 1
 
     def commit(self, x0):
-        """Stores the finished block x0 (b, l). The next step commits it."""
+        """Keeps the finished block x0 (b, l) as pending. The next step commits it."""
         self.flush()
-        self.finished.copy_(x0)
-        self.pending = True
+        self.pending_block.copy_(x0)
+        self.has_pending = True
 
     def flush(self):
         """Commits the pending block now, in its own forward pass."""
-        if self.pending:
-            self.model.commit(self.finished, self.cache)
-            self.pending = False
+        if self.has_pending:
+            self.model.commit(self.pending_block, self.cache)
+            self.has_pending = False
             self.passes += 1
 
     def denoise(self, commit):
@@ -81,23 +82,22 @@ class FastEngine:
         block, at = self.block, self.block.positions()
         t = block.next_noise_level()
         if commit:
-            hidden = self.model.commit_and_denoise_hidden(self.finished, block.xt, self.cache, t, at)
+            hidden = self.model.commit_and_denoise_hidden(self.pending_block, block.xt, self.cache, t, at)
         else:
             hidden = self.model.denoise_hidden(block.xt, self.cache, t, at)
-        # `reveal` asks for logits, perhaps of a few positions at a time. `hidden` holds exactly the positions asked for
-        # when they were known beforehand, and all of the block otherwise.
-        held = hidden.size(1)
-        block.reveal(lambda at: self.model.token_logits(hidden if at.size(1) == held else take(hidden, at)))
+        # If `at` was given, hidden has exactly these positions; else the whole block, of which `reveal` takes some.
+        block.reveal(lambda asked: self.model.token_logits(take(hidden, asked if at is None else None)))
 
     def capture(self):
         """Records a step without and a step with a commit. The cache must be empty, and is empty afterwards. All lazy
         compilation, tuning and loading happens here, so the first block is as fast as the others."""
         self.block.start(self.block.xt.clone(), self.begin)
-        for commit in (False, True) if self.cache.max_len else (False,):
+        kinds = (False, True) if self.cache.max_len else (False,)      # without a cache nothing is committed
+        for commit in kinds:
             graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                for _ in range(2):
+                for _ in range(2):                      # the first run compiles and tunes
                     self.clear()
                     self.denoise(commit)
             torch.cuda.current_stream().wait_stream(side)
@@ -120,18 +120,20 @@ def new_engine(wanted, model, cache, sampler, block_len):
     Builds the FastEngine of an engine. "graphs": CUDA graphs, or a UserError if they cannot be recorded. "auto":
     CUDA graphs; if they cannot be recorded, prints the reason once and runs without them. "fused": no CUDA graphs.
     """
+    # Plain attention to a cache waits for the device, which a graph cannot record.
     if wanted == "graphs" and cache.max_len and "cached_attention" not in ops.FAST:
-        raise UserError("no CUDA graphs: they need the Triton kernels (--kernels=auto, pip install triton)")
+        raise UserError("engine=graphs needs the Triton kernels: use --kernels=auto (pip install triton), or "
+                        "--engine=simple")
     if wanted != "fused":
         try:
-            return FastEngine(model, cache, sampler, block_len, graphs=True)
+            return FastEngine(model, cache, sampler, block_len, record=True)
         except RuntimeError as error:
             why = f"no CUDA graphs: one could not be recorded: {str(error).splitlines()[0]}"
             if wanted == "graphs":
                 raise UserError(why) from None
             say_once(why)
             cache.clear()
-    return FastEngine(model, cache, sampler, block_len, graphs=False)
+    return FastEngine(model, cache, sampler, block_len, record=False)
 
 
 @functools.lru_cache(maxsize=None)

@@ -7,7 +7,7 @@
   5. A finished block is committed in the same forward pass as the first step of the next block.
   6. The last layer's output projection and MLP compute only the positions that the step may reveal.
 
-    python -m pytest tests/test_sample.py -k fused      prepared weights give the same tokens
+    python -m pytest tests/kernels/test_engines.py      prepared weights give the same tokens
     python bench.py sample                              generation speed
 """
 import copy
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import ops
 from configurator import UserError
-from fast import plain
+from fast import plain                  # replaceable operations: on a GPU these calls run Triton kernels
 from model import Attention, BlockDiffusionLM, Layer, cast_for_inference, modulate, take
 
 FEW_ROWS = 512                          # rows of two blocks of 256: a finished one and the active one
@@ -27,7 +27,8 @@ CUT_ON = ("cuda",)                      # devices on which products with few row
 def linear_in_parts(x, weight, ways=1):
     """Returns P partial products (P, ..., d) that sum to x W^T. x (..., k), weight (d, k). On a GPU, a product with
     few rows is split along k into two, which occupies more of the GPU; the residual addition sums them at no cost.
-    ways=2: x is two inputs side by side, which still need different norms, so their products stay separate."""
+    ways=2: x is two inputs side by side, which still need different norms, so their products stay separate. P is 2
+    either way: then the two halves are the two inputs."""
     rows, k = x.numel() // x.size(-1), x.size(-1)
     cut = x.device.type in CUT_ON and rows <= FEW_ROWS and k % 16 == 0
     parts = 2 if cut else ways
@@ -48,8 +49,8 @@ def linear_gelu(x, weight, bias):
 
 # ----------------------------------------------------------------------------------------------
 # Mixers. They return (parts, power), which plain.join_parts turns into the mixer's output. parts (P, b, m, d): partial
-# products to be summed. power: mean squares for an RMS norm that each part still lacks, or None if none is due.
-# at (b, m): the positions to compute; None: all of them.
+# products to be summed. power (b, m, P, h): mean squares for the RMS norm that each part still lacks; None: no norm.
+# at (b, m): the positions to compute, given in the last layer alone; None: all of them.
 
 class InferenceAttention:
     """Generation with a model.Attention: `denoise`, and `commit_and_denoise` of two blocks in one pass."""
@@ -93,15 +94,16 @@ class InferenceMamba:
 
     @torch.no_grad()
     def __init__(self, mixer, dtype):
-        self.mixer, pair, f = mixer, (mixer.fwd, mixer.rev), mixer.fwd
+        self.mixer, pair, fwd = mixer, (mixer.fwd, mixer.rev), mixer.fwd
         if not mixer.reverse_scan:                      # one direction only: see `can_merge`
             return
-        self.chunk_len = f.chunk_len
-        self.heads, self.d_inner, self.d_state = f.heads, f.d_inner, f.d_state
-        self.inner = f.in_proj.out_features - f.heads   # width of z, x, B and C together
-        rows = [m.in_proj.weight[:self.inner] for m in pair] + [m.in_proj.weight[self.inner:] for m in pair]
-        rows.append(rows[0].new_zeros(-2 * (self.inner + f.heads) % 64, rows[0].size(1)))
-        self.w_in = torch.cat(rows).to(dtype)
+        self.chunk_len = fwd.chunk_len
+        self.heads, self.d_inner, self.d_state = fwd.heads, fwd.d_inner, fwd.d_state
+        self.inner = fwd.in_proj.out_features - fwd.heads       # width of z, x, B and C together
+        # In this order: z, x, B, C of fwd; those of rev; dt of fwd; dt of rev; zeros up to a multiple of 64.
+        weights = [m.in_proj.weight[:self.inner] for m in pair] + [m.in_proj.weight[self.inner:] for m in pair]
+        weights.append(weights[0].new_zeros(-2 * (self.inner + fwd.heads) % 64, weights[0].size(1)))
+        self.w_in = torch.cat(weights).to(dtype)
         self.w_out = torch.cat([m.out_proj.weight * m.norm_weight for m in pair], 1).to(dtype)
         self.conv_weight = torch.stack([m.conv_weight for m in pair]).to(dtype)  # (2, c, w)
         self.conv_bias = torch.stack([m.conv_bias for m in pair]).to(dtype)
@@ -111,7 +113,7 @@ class InferenceMamba:
         self.D = torch.stack([m.D for m in pair]).to(exact)
 
     def can_merge(self, u):
-        """Whether the merged mixer can run: it needs both directions and a block that fits one row of the scan."""
+        """Whether the merged mixer can run: it needs both directions, and a block that one kernel can scan."""
         return self.mixer.reverse_scan and u.size(1) <= plain.SCAN_ROW
 
     def denoise(self, u, state, lengths, rope, at=None):
@@ -172,42 +174,44 @@ class InferenceLayer(Layer):
     """
 
     def __init__(self, layer, dtype):
-        torch.nn.Module.__init__(self)
+        torch.nn.Module.__init__(self)                  # not Layer.__init__: the weights are those of `layer`
         self.hybrid, self.adaln, self.mlp = layer.hybrid, layer.adaln, layer.mlp
         self.norm1, self.norm2, self.mixer = layer.norm1, layer.norm2, layer.mixer
         attends = isinstance(layer.mixer, Attention)
         self.fused = InferenceAttention(layer.mixer) if attends else InferenceMamba(layer.mixer, dtype)
 
-    def read(self, stream, mod):
+    def read(self, residual, mod):
         """Adds what is pending to h. Returns h (b, l, d) and the mixer's input."""
-        h, parts, bias = stream
+        h, parts, bias = residual
+        shift, scale, *_ = mod
         h, u = plain.add_norm(h, parts, None, bias, self.norm1.weight, self.norm1.bias)
-        return h, modulate(u, mod[0], mod[1])
+        return h, modulate(u, shift, scale)
 
     def add(self, h, parts, power, mod):
-        """Adds the mixer's (parts, power) to h and runs the MLP. The MLP's result is left pending in the stream."""
-        if mod[2] is not None:
-            parts, power = (mod[2] * plain.join_parts(parts, power))[None], None
+        """Adds the mixer's (parts, power) to h and runs the MLP. The MLP's result is left pending."""
+        _, _, gate, mlp_shift, mlp_scale, mlp_gate = mod
+        if gate is not None:
+            parts, power = (gate * plain.join_parts(parts, power))[None], None
         h, u = plain.add_norm(h, parts, power, None, self.norm2.weight, self.norm2.bias)
         up, down = self.mlp[0], self.mlp[2]
-        u = linear_gelu(modulate(u, mod[3], mod[4]), up.weight, up.bias)
+        u = linear_gelu(modulate(u, mlp_shift, mlp_scale), up.weight, up.bias)
         parts, bias = linear_in_parts(u, down.weight), down.bias
-        if mod[5] is not None:
-            parts, bias = (mod[5] * (plain.join_parts(parts) + bias))[None], None
+        if mlp_gate is not None:
+            parts, bias = (mlp_gate * (plain.join_parts(parts) + bias))[None], None
         return h, parts, bias
 
-    def denoise(self, stream, cond, state, lengths, rope, at=None):
+    def denoise(self, residual, cond, state, lengths, rope, at=None):
         """One noisy block. With at (b, m), the result has only these positions."""
         mod = self.modulation(cond)
-        h, u = self.read(stream, mod)
+        h, u = self.read(residual, mod)
         return self.add(take(h, at), *self.fused.denoise(u, state, lengths, rope, at), mod)
 
-    def commit_and_denoise(self, stream, cond_noisy, state, lengths, rope, at=None, last=False):
+    def commit_and_denoise(self, residual, cond_noisy, state, lengths, rope, at=None, last=False):
         """`extend` and then `denoise` in one pass, so that weights are read once. Rows (2 b, l, d) are b finished
         blocks, then the b active blocks that follow them; lengths (2 b,) counts the tokens before each. In the last
         layer (`last`) the result has only the active blocks."""
         mod = self.modulation_of_both(cond_noisy)
-        h, u = self.read(stream, mod)
+        h, u = self.read(residual, mod)
         parts, power = self.fused.commit_and_denoise(u, state, lengths, rope, at, last)
         if last:
             h, mod = take(h[len(h) // 2:], at), self.modulation(cond_noisy)
@@ -218,7 +222,7 @@ class InferenceLayer(Layer):
         mod = self.modulation(cond_noisy)
         if cond_noisy is None:                          # folded into the weights
             return mod
-        identity = [0, 0, 1, 0, 0, 1]                   # of clean rows: shift 0, scale 0, gate 1
+        identity = [0, 0, 1, 0, 0, 1]                   # of clean rows: shift 0, scale 0, gate 1, of mixer and MLP
         return [p if p is None else torch.cat([torch.full_like(p, v), p]) for p, v in zip(mod, identity)]
 
 
@@ -242,14 +246,14 @@ class InferenceModel(BlockDiffusionLM):
     def condition(self, t):
         return None if self.folded else super().condition(t)
 
-    def final(self, stream, cond):
+    def final(self, residual, cond):
         """Adds what the last layer left pending, then the final norm and modulation."""
-        h, parts, bias = stream
+        h, parts, bias = residual
         u = plain.add_norm(h, parts, None, bias, self.norm.weight, self.norm.bias)[1]
         return u if cond is None else modulate(u, *self.adaln(cond).chunk(2, -1))
 
     def layers_with(self, cache, at):
-        """Yields (layer, its part of the cache, positions to compute, whether it is the last). Only the last layer
+        """Yields (layer, its part of the cache, positions to keep, whether it is the last). Only the last layer
         can leave positions out: the others need every token for keys and states."""
         for i, (layer, state) in enumerate(zip(self.layers, cache.layers), 1):
             last = i == len(self.layers)
@@ -259,24 +263,24 @@ class InferenceModel(BlockDiffusionLM):
     def denoise_hidden(self, xt, cache, t, at=None):
         """Hidden states (b, l, d) of the active block; with at (b, m), only those of these positions (b, m, d)."""
         self.check_active(xt)
-        stream, cond = (self.embed(xt), None, None), self.condition(t)
+        residual, cond = (self.embed(xt), None, None), self.condition(t)
         rope = self.rope_after(cache.lengths, xt.size(1))
-        for layer, state, asked, _ in self.layers_with(cache, at):
-            stream = layer.denoise(stream, cond, state, cache.lengths, rope, asked)
-        return self.final(stream, cond)
+        for layer, state, kept, _ in self.layers_with(cache, at):
+            residual = layer.denoise(residual, cond, state, cache.lengths, rope, kept)
+        return self.final(residual, cond)
 
     @torch.no_grad()
     def commit_and_denoise_hidden(self, x0_block, xt, cache, t, at=None):
         """`commit(x0_block, cache)` and then `denoise_hidden(xt, cache, t, at)` in one pass. The caller must make
         sure that the cache has room: a check would wait for the device."""
         l, cond = xt.size(1), self.condition(t)
-        stream = self.embed(torch.cat([x0_block, xt])), None, None
+        residual = self.embed(torch.cat([x0_block, xt])), None, None
         lengths = torch.cat([cache.lengths, cache.lengths + l])
         rope = self.rope_after(lengths, l)
-        for layer, state, asked, last in self.layers_with(cache, at):
-            stream = layer.commit_and_denoise(stream, cond, state, lengths, rope, asked, last)
+        for layer, state, kept, last in self.layers_with(cache, at):
+            residual = layer.commit_and_denoise(residual, cond, state, lengths, rope, kept, last)
         cache.lengths += l
-        return self.final(stream, cond)
+        return self.final(residual, cond)
 
     def all_block_hidden(self, x0, xt, t):
         raise UserError("this model was prepared for generation; train and score with the original model instead")

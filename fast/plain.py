@@ -3,7 +3,7 @@ Plain twins of the operations that only the fast engines use: both directions of
 and the active block in one pass, sums of partial products. There is no Triton here: the fused engine runs these
 functions on a CPU and with --kernels=torch.
 
-    python -m pytest tests/test_sample.py -k fused
+    python -m pytest tests/kernels/test_engines.py
 """
 import torch
 import torch.nn.functional as F

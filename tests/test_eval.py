@@ -12,7 +12,7 @@ from conftest import (ARCHITECTURES, BLOCK_LENGTHS, QUESTION, all_models, block_
                       start_ranks, write_rows)
 from data import noise_generators
 from eval import nelbo_figures, ratio, score_answers, task_figures
-from nelbo import nelbo_counts, sequence_nelbo
+from nelbo import nelbo_sums, sequence_nelbo
 
 
 def ranks(rank=0, world=1):
@@ -21,7 +21,7 @@ def ranks(rank=0, world=1):
 
 
 def counts_of(model, x, seed=0, mc=1, stratified=False, batch_size=500, rank=0, world=1):
-    return nelbo_counts(model, x, ranks(rank, world), torch.no_grad, seed, mc, stratified, batch_size)
+    return nelbo_sums(model, x, ranks(rank, world), torch.no_grad, seed, mc, stratified, batch_size)
 
 
 def figures_of(model, x, **settings):

@@ -206,8 +206,8 @@ def test_a_run_begins_with_the_weights_of_another_block_length(corpus, trained, 
     nelbo = record["results"][0]["text"][corpus]["nelbo"]
 
     def patch(module):                                  # keeps all digits of the validation: 4 are printed
-        counting = module.nelbo_counts
-        module.nelbo_counts = lambda *args, **kwargs: found.append(counting(*args, **kwargs)) or found[-1]
+        counting = module.nelbo_sums
+        module.nelbo_sums = lambda *args, **kwargs: found.append(counting(*args, **kwargs)) or found[-1]
     run(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}/begun", f"--init_from={trained}",
                 f"--block_len={block_len}", "--eval_samples=2"], patch=patch)
     assert f" 0/4 validation {nelbo:.4f} nats" in capsys.readouterr().out

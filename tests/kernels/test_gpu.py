@@ -276,7 +276,7 @@ def test_without_the_kernels_the_simple_engine_runs_and_graphs_say_what_they_nee
     model = gpu_model("mamba_h", block_len=64).cuda()
     select_kernels("torch", "cuda")
     assert open_engine("auto", model)[1] is SimpleEngine
-    with pytest.raises(UserError, match="no CUDA graphs: they need the Triton kernels"):
+    with pytest.raises(UserError, match="engine=graphs needs the Triton kernels"):
         continue_prompts(model, (5, 70), "graphs")
 
 

@@ -43,7 +43,7 @@ def test_a_run_that_was_interrupted_logs_the_bytes_of_one_that_was_not(corpus, t
     argv = EIGHT_STEPS + [f"--data={corpus}", f"--out_dir={out}"]
 
     def patch(module):
-        name = {"validation": "nelbo_counts", "step": "learning_rate_at"}[place]
+        name = {"validation": "nelbo_sums", "step": "learning_rate_at"}[place]
         real = getattr(module, name)
 
         def interrupted(*args, **kwargs):
@@ -64,7 +64,7 @@ def test_a_validation_that_is_interrupted_again_after_each_resume_is_not_lost(co
     argv = EIGHT_STEPS + [f"--data={corpus}", f"--out_dir={tmp_path}"]
 
     def patch(module):
-        module.nelbo_counts = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM)
+        module.nelbo_sums = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM)
     for more in ([], ["--resume"], ["--resume"]):
         with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
             run_train(argv + more, patch=patch)
@@ -238,7 +238,7 @@ def test_speed_and_eta_count_neither_the_first_step_nor_validations(corpus, tmp_
         first = iter([990])                             # compiling
         rate = module.learning_rate_at
         module.learning_rate_at = lambda *args: taking(10 + next(first, 0), rate)(*args)
-        module.nelbo_counts = taking(100, module.nelbo_counts)
+        module.nelbo_sums = taking(100, module.nelbo_sums)
     run_train([*TINY, f"--data={corpus}", f"--out_dir={tmp_path}", "--max_iters=12", "--log_interval=3",
                "--eval_interval=6"], patch=patch)
     assert {r["ms"] for r in read_log(tmp_path) if "ms" in r} == {10_000}
