@@ -26,7 +26,7 @@ from data import noise_generators
 from decoders import Sampler
 from files import check_file, write_file
 from model import BlockDiffusionLM, config_from_file, train_flops
-from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, described, hardware, matmul_ceiling,
+from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, describe, hardware, matmul_ceiling,
                       pick_dtype, select_kernels)
 from sample import now, open_engine
 from tools.compare_ops import COMPARISONS
@@ -78,8 +78,8 @@ def measured_ceilings(dev):
 
 def limit_ms(flops, nbytes, ceilings):
     """The least milliseconds for these FLOPs and bytes at the measured ceilings: the longer of the two times."""
-    # The ceilings are in 1e12 units a second, so the quotients are in 1e-12 s, which is 1e-9 ms.
-    return 1e-9 * max(flops / ceilings["matmul_tflops"], nbytes / ceilings["copy_tb_s"])
+    tera = 1e12
+    return 1000 * max(flops / (tera * ceilings["matmul_tflops"]), nbytes / (tera * ceilings["copy_tb_s"]))
 
 
 def release():
@@ -150,7 +150,7 @@ def training_step(config, batch, dev, rank=0, world=1):
     """A new model, compiled if `compile` says so. Returns a function that makes one training step of it, with
     `batch` synthetic sequences on each of `world` devices."""
     model = BlockDiffusionLM(config).to(dev)
-    optimizer = ShardedAdamW(model, 1e-3, (0.9, 0.95), 0.1, rank, world)
+    optimizer = ShardedAdamW(model, (0.9, 0.95), 0.1, rank, world)
     if compile and ampere_or_later(dev):
         compile_layers(model)
     x0 = torch.randint(0, config.mask_id, (batch, config.seq_len), device=dev)
@@ -160,7 +160,8 @@ def training_step(config, batch, dev, rank=0, world=1):
         with torch.autocast(dev.type, torch.bfloat16, enabled=ampere_or_later(dev)):
             loss = model(x0, generators) / world
         loss.backward()
-        optimizer.step(1e-4, (1 / (optimizer.reduce() + 1e-6)).clamp(max=1))   # the gradient's norm is at most 1
+        norm = optimizer.reduce_gradients()
+        optimizer.step(1e-4, (1 / (norm + 1e-6)).clamp(max=1))      # clipped at norm 1
     return step
 
 
@@ -271,9 +272,9 @@ def generation_s(engine, cache, masks, n_blocks):
     """Seconds to generate n_blocks blocks from an empty cache."""
     cache.clear()
     started = now(masks.device)
-    for i in range(n_blocks):
-        if i:
-            engine.commit(x0)
+    x0 = engine.decode(masks, [masks.size(1)])
+    for _ in range(n_blocks - 1):
+        engine.commit(x0)
         x0 = engine.decode(masks, [masks.size(1)])
     return now(masks.device) - started
 
@@ -463,11 +464,11 @@ def main(words):
     line = select_kernels(kernels, parallel.device, training=what != "sample")
     before, when = hardware(parallel.device), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     if parallel.rank == 0:
-        print(f"{parallel.world} x {described(before)} | {line}", flush=True)
+        print(f"{parallel.world} x {describe(before)} | {line}", flush=True)
     result = dict(bench=what, when=when, **benches[what](parallel), hardware=before,
                   after=hardware(parallel.device), kernels=line)
     if parallel.rank == 0:
-        print(f"after: {described(result['after'])}")
+        print(f"after: {describe(result['after'])}")
         print(json.dumps(result), flush=True)           # before write_file, which may fail
         write_file(out, json.dumps(result, indent=1))
     parallel.close()

@@ -81,8 +81,7 @@ def shapes(table):
 def read_checkpoint(path, needed):
     """Reads the record of a checkpoint or of an export. needed: keys that it must have, although CHECKPOINT allows them
     to be missing. Raises UserError for any other file."""
-    # The form, in which a needed key loses its question mark.
-    form = {key.removeprefix("?") if key[1:] in needed else key: part for key, part in CHECKPOINT.items()}
+    form = CHECKPOINT | {key: CHECKPOINT[f"?{key}"] for key in needed}         # a needed key may not be missing
     exported = path.endswith(".safetensors")
     if not os.path.isfile(path):
         if "optimizer" in needed and os.path.isfile(os.path.join(os.path.dirname(path), WEIGHTS)):

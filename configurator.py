@@ -27,7 +27,7 @@ import types
 
 from tqdm import tqdm                   # the progress bar of all scripts, which import it from here
 
-# Names of nanoGPT's settings, and earlier names of ours, for the hint after an unknown name.
+# Names in nanoGPT and in other programs, for the hint after an unknown name.
 OTHER_NAMES = dict(start="prompt", max_new_tokens="length", block_size="seq_len", n_embd="d_model", dataset="data",
                    lr_decay_iters="max_iters", eval_iters="eval_sequences", order="decoder",
                    settings="train_settings", gradient_accumulation_steps="micro_batch_size")
@@ -64,7 +64,7 @@ def fit(name, value, default, where):
     """Returns the value in the type of the setting's default. An int fits a float, a whole float fits an int, lists and
     tuples fit each other. Raises UserError for a value that does not fit."""
     given, due = type(value), type(default)
-    if given is due is not float:
+    if given is due and due is not float:
         return value
     if due is float and given in (int, float) and abs(value) <= sys.float_info.max:     # false for inf and NaN
         return float(value)
@@ -84,7 +84,7 @@ def parse_value(text, default):
     try:
         value = ast.literal_eval(text.capitalize() if text.lower() in ("true", "false") else text)
     except Exception:                               # a word, or the words of a list; `fit` refuses it for a number
-        value = text.split(",") if is_list else text
+        value = (text.split(",") if text else []) if is_list else text
     return [value] if is_list and not isinstance(value, (list, tuple)) else value
 
 
@@ -108,12 +108,12 @@ def run_config(path, settings):
         scope = runpy.run_path(path, settings, "config")
     except (Exception, SystemExit) as error:        # the user's code may raise anything
         raise UserError(f"config file {path} failed: {type(error).__name__}: {error}") from error
-    helpers = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)      # no settings; nor constants
+    helpers = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)      # these are not settings
     return {k: v for k, v in scope.items() if k[0] != "_" and not k.isupper() and not isinstance(v, helpers)}
 
 
 def check_words(words):
-    """Raises UserError for a word of the command line that is not UTF-8: it could be neither printed nor saved."""
+    """Raises UserError for a word of the command line that is not UTF-8: it cannot be printed or saved."""
     for word in words:
         if re.search("[\ud800-\udfff]", word):      # how Python represents bytes that are not UTF-8
             raise UserError(f"command line: {word!r} is not UTF-8; write it in UTF-8, or rename what it names")
@@ -188,7 +188,7 @@ def check_names(settings, *lists):
     for name in lists:
         if not all(isinstance(word, str) and word for word in settings[name]):
             raise UserError(f"{name} must be names with commas between them, but is {settings[name]}; "
-                            f"a name that is a number is written as ./5")
+                            f"write ./5 for a file named 5")
 
 
 # ---------------------------------------------------------------------------------------------

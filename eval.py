@@ -219,12 +219,12 @@ def score_rows(model, cache, rows, nll):
     gathered = dataclasses.replace(cache, lengths=cache.lengths[index], layers=[        # one row for each Row
         tuple(part[index] for part in state) for state in cache.layers])
     xt = torch.from_numpy(np.stack([row.xt for _, row in rows])).to(dev)       # (rows, l)
-    noise = (xt == mask_id).to(ops.at_least_fp32(model.embed.weight.dtype)).mean(1)        # (rows,)
-    hidden = model.denoise_hidden(xt, gathered, noise)          # (rows, l, d)
+    t = (xt == mask_id).to(ops.at_least_fp32(model.embed.weight.dtype)).mean(1)            # (rows,)
+    hidden = model.denoise_hidden(xt, gathered, t)                             # (rows, l, d)
     counts = [len(row.at) for _, row in rows]                                  # scored tokens of each row
-    i = [i for i, n in enumerate(counts) for _ in range(n)]
+    owner = [i for i, n in enumerate(counts) for _ in range(n)]                # the row of each scored token
     at, target = [x for _, row in rows for x in row.at], [x for _, row in rows for x in row.target]
-    nats, _ = masked_cross_entropy(model, hidden[i, at], torch.tensor(target, device=dev))     # (scored tokens,)
+    nats, _ = masked_cross_entropy(model, hidden[owner, at], torch.tensor(target, device=dev))     # (scored tokens,)
     for (_, row), part in zip(rows, nats.split(counts)):
         nll[row.choice] += row.weight * part.sum().item()
 
@@ -445,15 +445,18 @@ def main():
     check_settings()
     parallel, results = Parallel(device), []
     use_bf16 = pick_dtype(dtype, parallel.device) == torch.bfloat16
-    line, machine = select_kernels(kernels, parallel.device), hardware(parallel.device)
+    kernels_line, machine = select_kernels(kernels, parallel.device), hardware(parallel.device)
     if parallel.rank == 0:
-        print(f"{parallel.world} x {machine.get('name')} {'bf16' if use_bf16 else 'fp32'} | torch "
-              f"{machine['torch']} | {line} | seed {seed}, {mc} noise samples"
+        print(f"{parallel.world} x {machine['name']} {'bf16' if use_bf16 else 'fp32'} | torch "
+              f"{machine['torch']} | {kernels_line} | seed {seed}, {mc} noise samples"
               f"{', stratified' if stratified else ''}", flush=True)
     for path in checkpoint[1:]:                         # now, so that a wrong path is not found hours later
         open_with_texts(path, "cpu")
-    record = functools.partial(as_json, results, "bfloat16" if use_bf16 else "float32",
-                               ranks=parallel.world, kernels=line, hardware=machine)
+
+    def record():
+        """The JSON of the checkpoints evaluated so far."""
+        return as_json(results, "bfloat16" if use_bf16 else "float32", ranks=parallel.world, kernels=kernels_line,
+                       hardware=machine)
     try:
         for path in checkpoint:
             results.append(evaluate(path, parallel, use_bf16))

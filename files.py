@@ -21,8 +21,8 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)     # of an OSError: disk fu
 
 
 def need(package, what, pip=""):
-    """Imports an optional package. Raises UserError with the command that installs it. For the message: what, the path
-    or command that needs it, and pip, what to install if that is not the first part of the package's name."""
+    """Imports an optional package. Raises UserError with the command that installs it. For the message: `what` needs
+    the package; `pip` is its name for pip, if that is not the first part of `package`."""
     try:
         return importlib.import_module(package)
     except ImportError:
@@ -83,7 +83,7 @@ def lock(file, refusal):
 
 @contextlib.contextmanager
 def locked(folder, advice):
-    """A context that makes and locks a folder, until processes that inherit the lock have ended, too. Raises
+    """A context that makes a folder and locks it. Child processes that inherit the lock hold it until they end. Raises
     UserError, which ends in `advice`, if another process has locked it."""
     os.makedirs(folder, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)

@@ -14,6 +14,7 @@ import importlib.util
 import os
 import pathlib
 import platform
+import statistics
 import subprocess
 
 import torch
@@ -133,7 +134,7 @@ def matmul_ceiling(dev, n=8192):
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1000 / 5)        # milliseconds of five products -> seconds of one
-    return 2 * n ** 3 / sorted(times[3:])[2]            # the median of five, after three to warm up
+    return 2 * n ** 3 / statistics.median(times[3:])    # after three to warm up
 
 
 def hardware(dev):
@@ -158,7 +159,7 @@ def hardware(dev):
     return {k: str(v) for k, v in record.items()}
 
 
-def described(record):
+def describe(record):
     """A record of `hardware` in one line, the name first."""
     return ", ".join([record["name"], *(f"{key} {value}" for key, value in record.items() if key != "name")])
 
@@ -190,32 +191,37 @@ class Parallel:
             dist.all_reduce(x)
         return x.tolist()
 
-    def close(self):
-        """Waits for all ranks, then ends the process group. If one rank ended early, collectives of the others would
-        fail."""
+    def barrier(self):
+        """Waits for all ranks."""
         if self.world > 1:
             dist.barrier()
+
+    def close(self):
+        """Ends the process group, after all ranks have come here: if one ended early, collectives of the others would
+        fail."""
+        self.barrier()
+        if self.world > 1:
             dist.destroy_process_group()
 
 
-def lost_rank(error):
-    """Whether an error is that of a collective because another process has ended or does not answer."""
+def is_lost_rank(error):
+    """Whether a collective failed because another process has ended or does not answer."""
     words = ("peer", "timed out", "timeout", "connection", "socket", "nccl")
     return dist.is_initialized() and any(word in str(error).lower() for word in words)
 
 
-def share_of_batch(batch_size, micro_batch_size, rank, world):
-    """The rows of the global batch that this rank runs: a list with one range of rows for each micro-batch. Raises
+def micro_batches_of(rank, world, batch_size, micro_batch_size):
+    """The rows of the global batch that a rank runs: a list with one range of rows for each micro-batch. Raises
     UserError if batch_size is not a multiple of world, or a rank's rows are not a multiple of micro_batch_size."""
     if batch_size % world:
         raise UserError(f"batch_size must be a multiple of the {world} processes, but is {batch_size}; "
                         f"use --batch_size={max(batch_size // world, 1) * world}")
-    share = batch_size // world
-    micro = min(micro_batch_size or share, share)
-    if share % micro:
-        raise UserError(f"micro_batch_size must divide the {share} sequences that each process has per step, "
+    own = batch_size // world
+    micro = min(micro_batch_size or own, own)
+    if own % micro:
+        raise UserError(f"micro_batch_size must divide the {own} sequences that each process has per step, "
                         f"but is {micro}; use --micro_batch_size=1")
-    return [range(i, i + micro) for i in range(rank * share, (rank + 1) * share, micro)]
+    return [range(i, i + micro) for i in range(rank * own, (rank + 1) * own, micro)]
 
 
 class ShardedAdamW:
@@ -235,7 +241,7 @@ class ShardedAdamW:
     name, so a checkpoint resumes on any number of ranks.
     """
 
-    def __init__(self, model, lr, betas, weight_decay, rank=0, world=1):
+    def __init__(self, model, betas, weight_decay, rank=0, world=1):
         self.rank, self.world, self.flats, groups = rank, world, [], []
         names = {p: name for name, p in model.named_parameters()}
         for group in model.param_groups(weight_decay):
@@ -256,9 +262,9 @@ class ShardedAdamW:
             self.flats.append(dict(flat=flat, grad=grad, shard=shard, own=own, sizes=sizes,
                                    shapes={names[p]: p.shape for p in params}))
             groups.append(dict(params=[shard], weight_decay=group["weight_decay"]))
-        self.adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=True)
+        self.adamw = torch.optim.AdamW(groups, betas=betas, eps=1e-8, fused=True)      # `step` sets lr
 
-    def reduce(self):
+    def reduce_gradients(self):
         """Gives each rank the sum over ranks of the gradients of its shard: not the mean, because the loss was divided
         by the size of the global batch. Returns the norm of all gradients, a tensor."""
         if self.world > 1:

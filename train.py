@@ -26,8 +26,8 @@ from data import VOCABULARY, TokenData, bits_per_byte, byte_baselines, noise_gen
 from files import lock, misfit, write_file, writing
 from model import BlockDiffusionLM, ModelConfig, train_flops
 from nelbo import nelbo_sums
-from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, lost_rank, matmul_ceiling, pick_dtype,
-                      select_kernels, share_of_batch)
+from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, is_lost_rank, matmul_ceiling, pick_dtype,
+                      select_kernels, micro_batches_of)
 
 # ---------------------------------------------------------------------------------------------
 # Settings: the defaults train a small BDLM Mamba-H on bytes in minutes, on two cores.
@@ -38,7 +38,7 @@ init_from = ""                          # begin with the weights of this checkpo
 data = "data/stdlib"                    # a folder made by data.py; this one is made if it is missing
 tokenizer = "bytes"                     # bytes or gpt2
 # model (see ModelConfig)
-vocab_size = 258                        # 256 bytes, end-of-text, mask
+vocab_size = 0                          # token ids with the mask; 0: those of the tokenizer
 seq_len = 256                           # tokens of a training sequence
 block_len = 16                          # tokens of a diffusion block; seq_len for a full-sequence model
 attn_every = 2                          # attention at layers 0, attn_every, ...; 1: attention only
@@ -65,7 +65,7 @@ weight_decay = 0.1                      # AdamW, only on matrices
 grad_clip = 1.0                         # largest norm of the gradient; 0: no clipping
 seed = 1337                             # of data order, initialisation and noise
 # evaluation, logging, saving
-eval_only = False                       # validate and exit, without log or checkpoint; with --resume: a trained model
+eval_only = False                       # validate and exit, write nothing; with --resume or --init_from: that model
 eval_interval = 1000                    # steps between validations, each with a checkpoint
 eval_sequences = 64                     # validation sequences, spread evenly over the split; 0: all
 eval_samples = 2                        # noise samples per validation sequence
@@ -93,9 +93,9 @@ def learning_rate_at(step, peak, floor, warmup, total):
 def plot_log(path, png):
     """Draws training and validation loss (nats per token) from log.jsonl."""
     from matplotlib.figure import Figure
-    rows = log_rows(path).values()
+    rows = log_rows(path).values()                          # a loss that was not finite is None
     train = [(r["step"], r["loss"]) for r in rows if r.get("loss")]
-    val = [(r["step"], r["val_loss"]) for r in rows if "val_loss" in r]
+    val = [(r["step"], r["val_loss"]) for r in rows if r.get("val_loss")]
     fig = Figure(figsize=(7, 4))
     ax = fig.subplots()
     ax.plot(*zip(*train), color="0.6", lw=1, label="training, mean since the last point")
@@ -110,13 +110,20 @@ def plot_log(path, png):
 
 def log_rows(path):
     """{line: row} of a log.jsonl, in order. Lines that are no rows of a log, or were cut off, are left out."""
-    rows = {}
+    number = (float, type(None))
+    rows, form = {}, {"step": range(1, 2 ** 62), "?loss": number, "?val_loss": number, "?tok_per_s": int}
     with open(path, errors="replace") as f:
         for line in f:
             with contextlib.suppress(ValueError, RecursionError):
-                rows[line] = json.loads(line)
-    form = {"step": range(1, 2 ** 62), "?loss": (float, type(None)), "?val_loss": float, "?tok_per_s": int}
-    return {line: row for line, row in rows.items() if line.endswith("\n") and not misfit(row, form)}
+                row = json.loads(line)
+                if line.endswith("\n") and not misfit(row, form):
+                    rows[line] = row
+    return rows
+
+
+def finite(x, digits):
+    """x, rounded; None, as JSON knows no NaN, if it is not finite."""
+    return round(x, digits) if math.isfinite(x) else None
 
 
 def load_weights(model, weights):
@@ -139,19 +146,20 @@ class Log:
     validation is logged. enabled: False on ranks that write nothing."""
 
     def __init__(self, path, step, enabled):
-        self.path, self.files, self.validated = path, [], set()
+        self.path, self.validated = path, set()
+        self.files = []                                     # all locked; the last one is written
         if not enabled:
             return
-        self.open()
+        self.open_locked()
         for left in glob.glob(os.path.join(glob.escape(os.path.dirname(path)), "ckpt.pt.*.tmp")):
             os.remove(left)                                 # a run was killed while it saved
         rows = {line: row for line, row in log_rows(path).items() if row["step"] <= step}
         if sum(map(len, rows)) != os.path.getsize(path):
             write_file(path, "".join(rows), "choose another out_dir")
-            self.open()
+            self.open_locked()
         self.validated = {row["step"] for row in rows.values() if "val_loss" in row}
 
-    def open(self):
+    def open_locked(self):
         """Opens and locks the file. write_file puts a new file in its place, which is locked as well. The old one stays
         locked, because another process may have opened it."""
         self.files.append(open(self.path, "a"))
@@ -161,7 +169,8 @@ class Log:
     def close(self):
         """Closes and unlocks the file."""
         while self.files:
-            self.files.pop().close()
+            with contextlib.suppress(OSError):              # what a full disk has not taken, is written here once more
+                self.files.pop().close()
 
     def write(self, row):
         if self.files:
@@ -169,32 +178,36 @@ class Log:
                 self.files[-1].write(json.dumps(row) + "\n")
                 self.files[-1].flush()
             except OSError as error:
-                print(f"train.py: a line of {self.path} is lost: {error.strerror}", file=sys.stderr)
+                print(f"train.py: a line of {self.path} cannot be written: {error.strerror}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------
 # The script
 
 def check_settings():
-    """Raises UserError, before any file is opened, for settings that cannot work. Derives warmup_iters."""
-    global warmup_iters
+    """Raises UserError, before any file is opened, for settings that cannot work. Derives warmup_iters and
+    vocab_size."""
+    global warmup_iters, vocab_size
     check(globals(), least=dict(
         batch_size=1, micro_batch_size=0, seq_len=1, max_iters=1, warmup_iters=-1, min_lr=0, weight_decay=0,
         grad_clip=0, beta1=0, beta2=0, seed=0, eval_interval=1, eval_sequences=0, eval_samples=1,
         log_interval=1, dist_timeout=1, init_std=0, embed_std=0),
         most=dict(batch_size=2 ** 20), above=dict(learning_rate=0), below=dict(beta1=1, beta2=1, seed=2 ** 32),
-        choices=dict(dtype=("auto", "float32", "bfloat16"), tokenizer=(*VOCABULARY,)))
+        choices=dict(dtype=("auto", "float32", "bfloat16"), tokenizer=VOCABULARY))
     check(globals(), most=dict(min_lr=learning_rate))
     if warmup_iters < 0:
         warmup_iters = min(200, max_iters // 10)
     if warmup_iters >= max_iters:
         raise UserError(f"warmup_iters must be below max_iters ({max_iters}), but is {warmup_iters}; "
                         f"add --warmup_iters=0")
+    vocab_size = vocab_size or VOCABULARY[tokenizer]
     if vocab_size != VOCABULARY[tokenizer]:
         raise UserError(f"vocab_size is {vocab_size} but the {tokenizer} tokenizer has {VOCABULARY[tokenizer]} "
-                        f"ids with the mask; set --vocab_size={VOCABULARY[tokenizer]}")
+                        f"ids with the mask; leave out vocab_size, or choose another tokenizer")
     if not out_dir:
         raise UserError("out_dir is empty; name a folder for checkpoints and the log")
+    if init_from == "resume":                               # as in nanoGPT
+        raise UserError("init_from names a checkpoint; to continue a run, add --resume")
     for name, what in (("ckpt.pt", "add --resume to continue it"), ("log.jsonl", "move it away")):
         path = os.path.join(out_dir, name)
         if not (resume or eval_only) and os.path.exists(path) and os.path.getsize(path):
@@ -207,7 +220,7 @@ def open_data(parallel, say):
     if data == "data/stdlib" and not os.path.exists(os.path.join(data, "meta.json")) and parallel.rank == 0:
         say("preparing data/stdlib from this Python's own source files")
         prepare_stdlib(data, advice="run python data.py stdlib --out=FOLDER, and add --data=FOLDER")
-    parallel.sum([0])                                       # a barrier: the others wait while rank 0 prepares data
+    parallel.barrier()                                      # the others wait while rank 0 prepares data
     return [TokenData(data, split, tokenizer) for split in ("train", "val")]
 
 
@@ -215,9 +228,9 @@ def continue_run(path, model, optimizer, settings, say):
     """Loads the checkpoint of an earlier run of the same model. Returns its number of steps, the losses since the last
     line of the log (part of the mean in the next line), and the number of skipped steps."""
     record = load_checkpoint(path, "optimizer", "settings", "step")
-    config = vars(model.config)
-    if record["config"] != config:
-        changed = [f"{k}={record['config'].get(k)}" for k, v in config.items() if record["config"].get(k) != v]
+    config, saved = vars(model.config), vars(ModelConfig(**record["config"]))  # a newer field has its default there
+    if saved != config:
+        changed = [f"{k}={v}" for k, v in saved.items() if v != config[k]]
         raise UserError(f"{path} was trained with {', '.join(changed)}; add these settings, or begin another run with "
                         f"its weights by --init_from={path} --out_dir=FOLDER")
     watched = ("seed batch_size data max_iters learning_rate warmup_iters min_lr weight_decay beta1 beta2 grad_clip "
@@ -232,6 +245,25 @@ def continue_run(path, model, optimizer, settings, say):
     return record["step"], record.get("losses", []), record.get("skipped", 0)
 
 
+def last_checkpoint():
+    """What a message says about the checkpoint in out_dir."""
+    path = os.path.join(out_dir, "ckpt.pt")
+    if os.path.exists(path):
+        return f"{path} is the last good checkpoint, continue with --resume"
+    return "there is no checkpoint yet"
+
+
+def catch_signals(received):
+    """From now on SIGTERM, SIGINT and SIGHUP end no process: they are appended to the list `received`."""
+    def on_signal(number, frame):
+        if received and number == signal.SIGINT:            # a second Ctrl-C ends at once, without saving
+            raise KeyboardInterrupt
+        received.append(number)
+    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(sig) != signal.SIG_IGN:         # nohup ignores SIGHUP
+            signal.signal(sig, on_signal)
+
+
 def add_gradients(model, train_data, step, micro_batches, autocast):
     """Adds the gradients of this rank's rows of a step's batch to p.grad. Returns their share of the batch's loss, a
     tensor on the device: reading it here would wait for the device."""
@@ -243,9 +275,9 @@ def add_gradients(model, train_data, step, micro_batches, autocast):
         generators = noise_generators(seed, [step * batch_size + row for row in rows])
         # The loss is weighted by the rows' share of the batch: so micro-batches and ranks add up to its mean.
         with autocast():
-            share = model(x0, generators) * (len(rows) / batch_size)
-        share.backward()
-        loss = loss + share.detach()
+            part = model(x0, generators) * (len(rows) / batch_size)
+        part.backward()
+        loss = loss + part.detach()
     return loss
 
 
@@ -254,8 +286,8 @@ def main():
     settings = settings_of(globals())
     parallel = Parallel(device, dist_timeout)
     master, dev = parallel.rank == 0, parallel.device
-    stop = []                                               # the signals that this process has received
-    chosen = select_kernels(kernels, dev)
+    signals = []                                            # that this process has received
+    kernels_line = select_kernels(kernels, dev)
 
     def say(*words):
         """Prints on rank 0."""
@@ -265,22 +297,22 @@ def main():
         except OSError as error:                            # a full disk does not end a training
             mute()
             if isinstance(error, BrokenPipeError):          # a closed pipe does, after saving
-                stop.append(signal.SIGPIPE)
+                signals.append(signal.SIGPIPE)
 
     # 1. Data.
+    config = ModelConfig(**{f: settings[f] for f in ModelConfig.__dataclass_fields__ if f in settings})
     train_data, val_data = open_data(parallel, say)
     val = val_data.sequences(seq_len, eval_sequences)       # (n, s)
 
     # 2. Model and optimizer.
-    config = ModelConfig(**{f: settings[f] for f in ModelConfig.__dataclass_fields__ if f in settings})
     torch.manual_seed(seed)
     model = BlockDiffusionLM(config, init_std, embed_std).to(dev)
     if init_from and not resume:                            # before ShardedAdamW, which copies the weights
         load_weights(model, load_checkpoint(find_checkpoint(init_from))["model"])
-    micro_batches = share_of_batch(batch_size, micro_batch_size, parallel.rank, parallel.world)
-    optimizer = ShardedAdamW(model, learning_rate, (beta1, beta2), weight_decay,
-                             parallel.rank, parallel.world)
+    micro_batches = micro_batches_of(parallel.rank, parallel.world, batch_size, micro_batch_size)
+    optimizer = ShardedAdamW(model, (beta1, beta2), weight_decay, parallel.rank, parallel.world)
     path, step, losses, skipped = os.path.join(out_dir, "ckpt.pt"), 0, [], 0
+    bad_steps, val_loss = 0, None                           # steps in a row that were not finite
     if resume:
         step, losses, skipped = continue_run(path, model, optimizer, settings, say)
     elif master and not eval_only:
@@ -294,30 +326,24 @@ def main():
     if compile and ampere_or_later(dev):
         compile_layers(model)
     say(f"{config.n_layer} layers, width {config.d_model}, {model.n_params:,} parameters | "
-        f"{parallel.world} x {dev} {'bf16' if use_bf16 else 'fp32'} | {chosen}")
+        f"{parallel.world} x {dev} {'bf16' if use_bf16 else 'fp32'} | {kernels_line}")
     say(f"{train_data.n_tokens:,} training tokens | {batch_size} x {seq_len} tokens a step, "
-        f"{len(micro_batches)} micro-batches | {max_iters * batch_size * seq_len:,} tokens in all")
+        f"micro-batches: {len(micro_batches)} | {max_iters * batch_size * seq_len:,} tokens in all")
 
-    def on_signal(number, frame):
-        if stop and number == signal.SIGINT:                # a second Ctrl-C ends at once, without saving
-            raise KeyboardInterrupt
-        stop.append(number)
-    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(sig) != signal.SIG_IGN:         # nohup ignores SIGHUP
-            signal.signal(sig, on_signal)
+    catch_signals(signals)
 
     def validate():
         """The validation loss in nats per token after `step` steps. Logs it once for each step. None if a signal
         interrupted it."""
         sums = nelbo_sums(model.eval(), val, parallel, autocast, seed, eval_samples,
-                              batch_size=len(micro_batches[0]), stop=stop)
+                              batch_size=len(micro_batches[0]), stop=signals)
         model.train()
         if sums is None:
             return None
         loss = parallel.sum([sums[..., 0].sum()])[0] / (eval_samples * val.numel())
         if step not in log.validated:
             if step:
-                log.write(dict(step=step, val_loss=round(loss, 5)))
+                log.write(dict(step=step, val_loss=finite(loss, 5)))
             say(f"{step:>6}/{max_iters} validation {loss:.4f} nats per token")
         return loss
 
@@ -331,20 +357,16 @@ def main():
                             losses=losses, skipped=skipped)
         return good
 
-    def last_checkpoint():
-        if os.path.exists(path):
-            return f"{path} is the last good checkpoint, continue with --resume"
-        return "there is no checkpoint yet"
-
     def end():
-        """Ends the process. The exit status is 128 + the signal that stopped it, or 0."""
+        """Closes what is open. If a signal stopped the run, it ends the process with status 128 + its number."""
         log.close()
         parallel.close()
-        sys.exit(128 + stop[0] if stop else 0)
+        if signals:
+            sys.exit(128 + signals[0])
 
     if eval_only:
         validate()
-        end()
+        return end()
     if init_from and not resume:
         validate()                                          # before the first step
 
@@ -354,21 +376,21 @@ def main():
     if ceiling:
         torch.cuda.reset_peak_memory_stats()                # of the measurement: the log reports the training's
         say(f"{flops / 1e12:.1f} TFLOP a step and GPU; MFU is relative to a measured {ceiling / 1e12:.0f} TFLOP/s")
-    bad_steps, val_loss = 0, None                           # steps in a row that were not finite
-    started = logged_at = time.time()                       # the run, the last line of the log
-    first_step = logged_step = step
     # An interrupt during a validation leaves a checkpoint whose validation is not in the log: it is made now. Only
     # rank 0 knows the log.
     due = master and step and (step % eval_interval == 0 or step == max_iters) and step not in log.validated
     if parallel.sum([bool(due)])[0]:
         val_loss = validate()
         if val_loss is None:
-            end()
+            return end()
+    started, train_s = time.time(), 0.0                     # train_s: seconds in steps since the last line of the log
+    first_step = logged_step = step
     while step < max_iters:
+        step_started = time.time()
         lr = learning_rate_at(step, learning_rate, min_lr, warmup_iters, max_iters)
         optimizer.zero_grad()
         loss = add_gradients(model, train_data, step, micro_batches, autocast)
-        norm = optimizer.reduce()                           # sums gradients over ranks; the norm of the sum
+        norm = optimizer.reduce_gradients()                 # of the gradients, summed over ranks
         loss, = parallel.sum([float(loss)])
         norm = float(norm)
         if math.isfinite(loss) and math.isfinite(norm):     # the same on all ranks: both are sums over ranks
@@ -384,25 +406,24 @@ def main():
         # A signal may reach one rank only, but all must stop at the same step. So ranks ask each other, which is a
         # collective, every ten steps.
         asking = step % 10 == 0 or parallel.world == 1
-        stopping = asking and parallel.sum([len(stop)])[0] > 0
+        stopping = asking and parallel.sum([len(signals)])[0] > 0
+        train_s += time.time() - step_started
 
         if step % log_interval == 0 or step == max_iters:
-            now = time.time()
-            ms = 1000 * (now - logged_at) / (step - logged_step)
-            mean = sum(losses) / len(losses) if losses else None
-            row = dict(step=step, loss=mean if mean is None else round(mean, 5), lr=lr, grad_norm=round(norm, 4),
-                       ms=round(ms, 2), tok_per_s=round(1000 * batch_size * seq_len / ms), skipped=skipped,
-                       memory=torch.cuda.max_memory_allocated() if dev.type == "cuda" else 0)
+            ms = 1000 * train_s / (step - logged_step)
+            mean = sum(losses) / len(losses) if losses else math.nan
+            row = dict(step=step, loss=finite(mean, 5), lr=lr, grad_norm=finite(norm, 4), ms=round(ms, 2),
+                       tok_per_s=round(1000 * batch_size * seq_len / ms), skipped=skipped,
+                       memory=torch.cuda.max_memory_allocated())               # 0 without a GPU
             eta = ms / 1000 * (max_iters - step)
             speed = f"{row['tok_per_s']:,} tok/s"
             if ceiling:
                 row["mfu"] = round(1000 * flops / ms / ceiling, 4)
                 speed += f" | MFU {100 * row['mfu']:.1f} % | {row['memory'] / 2**30:.1f} GiB"
-            say(f"{step:>6}/{max_iters} {'#' * int(20 * step / max_iters):<20} loss {mean or math.nan:.4f} | "
+            say(f"{step:>6}/{max_iters} {'#' * int(20 * step / max_iters):<20} loss {mean:.4f} | "
                 f"lr {lr:.2e} | grad {norm:.2f} | {ms:.0f} ms | {speed} | ETA {tqdm.format_interval(eta)}")
             log.write(row)
-            logged_at, logged_step, losses = now, step, []
-        paused = time.time()
+            train_s, logged_step, losses = 0.0, step, []
         if step % eval_interval == 0 or step == max_iters:
             val_loss = validate()
             stopping = stopping or val_loss is None
@@ -413,20 +434,18 @@ def main():
                                 f"{last_checkpoint()}")
             if not saved:
                 say(f"step {step} is not saved, because it or a weight is not finite; {last_checkpoint()}")
-        # logged_at moves on by all seconds that are not training: validating and saving, and the whole first step.
-        logged_at += time.time() - paused
-        if step == first_step + 1:
+        if step == first_step + 1:                          # the speed in the log leaves out the first step
             if ceiling:
-                say(f"the first step, in which kernels are compiled, took {paused - started:.0f} s")
-            logged_at, logged_step = time.time(), step
+                say(f"the first step, in which kernels are compiled, took {time.time() - started:.0f} s")
+            train_s, logged_step = 0.0, step
         if stopping:
             say(f"stopped at step {step}; {last_checkpoint()}")
-            end()
+            return end()
 
     # 5. The result: bits per byte beside what simple statistics of the text reach, and the picture.
     val_loss = validate() if val_loss is None else val_loss
     if val_loss is None:
-        end()
+        return end()
     n_bytes = int(val_data.sequence_bytes(seq_len, eval_sequences).sum())
     bpb = bits_per_byte(val_loss, val.numel(), n_bytes)
     say(f"trained in {tqdm.format_interval(time.time() - started)}; validation NELBO {val_loss:.4f} nats per token, "
@@ -453,10 +472,8 @@ if __name__ == "__main__":
             configure(globals())
             main()
     except RuntimeError as error:
-        if not lost_rank(error):
+        if not is_lost_rank(error):
             raise
         print(f"train.py: another process of this run is gone or silent ({str(error).splitlines()[0]}); "
-              + (f"the last checkpoint is in {out_dir}, start again with --resume"
-                 if os.path.exists(os.path.join(out_dir, "ckpt.pt")) else "there is no checkpoint yet, start again"),
-              file=sys.stderr, flush=True)
+              f"{last_checkpoint()}", file=sys.stderr, flush=True)
         os._exit(1)                     # a normal exit would wait for collectives that never end

@@ -3,8 +3,7 @@ from paper import transfer_lr
 
 out_dir = "out/mamba_h_350m"
 data = "data/dclm"
-tokenizer = "gpt2"
-vocab_size = 50258              # GPT-2's 50,257 tokens and the mask
+tokenizer = "gpt2"              # 50,257 tokens and the mask
 
 attn_every = 6                  # attention at layers 0, 6 and 12, Mamba-2 at all others
 seq_len = 8192

@@ -2,8 +2,7 @@
 
 out_dir = "out/small_attention"
 data = "data/novels"
-tokenizer = "gpt2"
-vocab_size = 50258              # GPT-2's 50,257 tokens and the mask
+tokenizer = "gpt2"              # 50,257 tokens and the mask
 
 attn_every = 1                  # attention in every layer
 seq_len = 8192

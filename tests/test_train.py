@@ -49,8 +49,8 @@ def test_every_row_has_noise_and_data_of_its_own_and_every_step_its_learning_rat
         return t, is_masked
 
     class Recorded(ShardedAdamW):
-        def reduce(self):
-            self.norm = super().reduce()
+        def reduce_gradients(self):
+            self.norm = super().reduce_gradients()
             return self.norm
 
         def step(self, lr, scale=1.0):
@@ -152,7 +152,7 @@ def test_no_thread_of_the_process_group_is_left_at_the_exit(tmp_path):
 
 def test_our_adamw_is_torchs_with_clipped_gradients_and_weight_decay_of_matrices_alone():
     ours, plain = make_model("mamba_h"), make_model("mamba_h")
-    sharded = ShardedAdamW(ours, 1e-2, (0.9, 0.95), 0.1)
+    sharded = ShardedAdamW(ours, (0.9, 0.95), 0.1)
     rest = [p for name, p in plain.named_parameters()
             if "norm" in name or name.endswith(("bias", "A_log", ".D"))]        # these have no weight decay
     matrices = [p for p in plain.parameters() if all(p is not other for other in rest)]
@@ -163,7 +163,7 @@ def test_our_adamw_is_torchs_with_clipped_gradients_and_weight_decay_of_matrices
         for model in (ours, plain):
             model(x0, torch.Generator().manual_seed(step)).backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        found = sharded.reduce()
+        found = sharded.reduce_gradients()
         torch.testing.assert_close(found, norm)
         assert norm > 1, "nothing would be clipped"
         sharded.step(1e-2, 1 / (found + 1e-6))
@@ -179,7 +179,7 @@ def test_each_of_three_ranks_keeps_the_moments_of_a_third(monkeypatch):
     model, sizes = make_model("mamba_h"), set()
     n_params = sum(p.numel() for p in model.parameters())
     for rank in range(3):
-        flats = ShardedAdamW(model, 1e-2, (0.9, 0.95), 0.1, rank, world=3).flats
+        flats = ShardedAdamW(model, (0.9, 0.95), 0.1, rank, world=3).flats
         sizes.add(sum(f["shard"].numel() for f in flats))
     assert len(sizes) == 1 and n_params <= 3 * max(sizes) < n_params + 6       # two buffers, each filled up with zeros
 

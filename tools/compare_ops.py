@@ -232,12 +232,12 @@ def adamw_rows(factory, big, compiled):
     and both moments are read and written."""
     model = BlockDiffusionLM(config_from_file("mamba_h_350m" if big else "laptop")).to(factory["device"])
     other = copy.deepcopy(model)
-    ours = ShardedAdamW(model, 1e-4, (0.9, 0.95), 0.1)
+    ours = ShardedAdamW(model, (0.9, 0.95), 0.1)
     theirs = torch.optim.AdamW(other.param_groups(0.1), lr=1e-4, betas=(0.9, 0.95), fused=True)
     for p, q in zip(model.parameters(), other.parameters()):
         q.grad = p.grad.normal_().clone()
     def our_step():                                     # both with gradients clipped to a norm of 1
-        ours.step(1e-4, (1 / (ours.reduce() + 1e-6)).clamp(max=1))
+        ours.step(1e-4, (1 / (ours.reduce_gradients() + 1e-6)).clamp(max=1))
     def their_step():
         torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
         theirs.step()

@@ -158,7 +158,10 @@ def picture(record, path):
         for row in mine:
             near = [same for same in places if abs(same[0]["bpb"] - row["bpb"]) < row["bpb_se"]
                     and abs(math.log10(same[0]["tok_per_s"] / row["tok_per_s"])) < 0.05]
-            near[0].append(row) if near else places.append([row])
+            if near:
+                near[0].append(row)
+            else:
+                places.append([row])
         for same in places:                             # above and right, or below and left, of the error bar
             side = -1 if i % 2 else 1
             ax.annotate("\n".join(row["decoder"] for row in same),

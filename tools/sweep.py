@@ -128,7 +128,7 @@ class Run:
         """The validation loss, and the training loss last logged, at each validation."""
         rows = self.rows()
         return [dict(step=v["step"], val=v["val_loss"], train=loss_before(rows, v["step"]))
-                for v in rows if "val_loss" in v]
+                for v in rows if v.get("val_loss")]
 
     @property
     def report(self):
@@ -346,7 +346,7 @@ def curves(ax, groups, looks, x_of, names):
                 ends += [(val[-1], x[-1], name, colour)] if x else []
     bottom, top = ax.get_ylim()
     at = -math.inf
-    for val, x, name, colour in sorted(ends) * names:   # moved up where they would overlap
+    for val, x, name, colour in sorted(ends) if names else []:      # moved up where they would overlap
         at = max(val, at + 0.05 * (top - bottom))
         ax.annotate(name, (x, at), (6, 0), textcoords="offset points", color=colour, va="center")
 
@@ -390,8 +390,8 @@ def picture(results, path, repetitions=()):
         ax.set_yticks(range(len(evaluated)), [*reversed(evaluated)])
         ax.set(xscale="log", xlabel="validation perplexity ± standard error; filled: first seed")
         ax.xaxis.set_minor_locator(LogLocator(subs=(2, 3, 5, 7)))
-        for axis in (ax.xaxis.set_major_formatter, ax.xaxis.set_minor_formatter):
-            axis("{x:.0f}")
+        ax.xaxis.set_major_formatter("{x:.0f}")
+        ax.xaxis.set_minor_formatter("{x:.0f}")
         ax.grid(axis="x", which="both", color="0.9")
         ax.spines[["top", "right"]].set_visible(False)
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)

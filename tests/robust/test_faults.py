@@ -78,9 +78,9 @@ def poison(steps):
         class Poisoned(ShardedAdamW):
             count = 0
 
-            def reduce(self):
+            def reduce_gradients(self):
                 self.count += 1
-                return super().reduce() * (float("nan") if self.count in steps else 1)
+                return super().reduce_gradients() * (float("nan") if self.count in steps else 1)
         module.ShardedAdamW = Poisoned
     return patch
 
@@ -169,8 +169,7 @@ def test_eval_only_prints_the_validation_and_writes_nothing(corpus, trained, tmp
     before, none = {path: path.stat().st_mtime_ns for path in Path(trained).iterdir()}, tmp_path / "none"
     for argv, loss in (([f"--out_dir={trained}", "--resume"], f"{read_log(trained)[-1]['val_loss']:.4f} nats"),
                        ([f"--out_dir={none}"], "")):
-        with pytest.raises(SystemExit, match="^0$"):
-            run_train([*TINY, f"--data={corpus}", *argv, "--eval_only"])
+        run_train([*TINY, f"--data={corpus}", *argv, "--eval_only"])
         assert f"validation {loss}" in capsys.readouterr().out.splitlines()[-1]
     assert before == {path: path.stat().st_mtime_ns for path in Path(trained).iterdir()} and not none.exists()
 

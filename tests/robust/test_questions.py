@@ -193,7 +193,7 @@ def test_missing_and_misnamed_question_sets_are_refused(tmp_path):
     ("--checkpoint={good},{tmp}/nowhere --out={tmp}/lost.json", "there is no checkpoint at"),
     ("--checkpoint={good},{tmp}/bytes.pt", "300 token ids, not those of its tokenizer, bytes"),
     ("--checkpoint={good},", "names with commas between them"),
-    ("--checkpoint=1", "written as ./5"),
+    ("--checkpoint=1", "write ./5 for a file named 5"),
     ("--checkpoint=[]", "name a file with --checkpoint"),
     ("--data=5", "data must be names with commas between them, but is [5]"),
     ("--tasks=piqa", "add --mcqa=FOLDER"),
