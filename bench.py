@@ -453,9 +453,8 @@ def main(words):
         configure(globals(), ["--help"])                # and exits
     if what not in (*benches, "plot"):
         raise UserError(f"there is no subcommand {what!r}, only {', '.join(benches)} and plot")
-    if what == "plot":                                  # a word is a file, except after a `--name` without `=`
-        files = [word for before, word in zip(["", *words], words) if not word.startswith("--")
-                 and (not before.startswith("--") or "=" in before)]
+    if what == "plot":
+        files = [word for word in words if word.endswith(".json") and not word.startswith("--")]
     configure(globals(), [word for word in words if word not in files])
     if what == "plot":
         return plot(files, figures)

@@ -322,11 +322,13 @@ class TokenData:
 
     def __init__(self, path, split, tokenizer=None):
         self.path, self.split, self.meta = Path(path), split, read_meta(path)
-        found = self.meta.get("tokenizer", "no")         # question sets have none
-        if found == "no" or tokenizer not in (None, found):
+        if "tokenizer" not in self.meta:
+            raise UserError(f"{path} holds question sets, not text: choose another folder")
+        found = self.meta["tokenizer"]
+        if tokenizer not in (None, found):
             raise UserError(
-                f"{path} holds {found} tokens, not {tokenizer or 'text'} tokens: choose another "
-                f"folder, or run {command_for('DIR')} --tokenizer {tokenizer or 'gpt2'}")
+                f"{path} holds {found} tokens, not {tokenizer} tokens: choose another "
+                f"folder, or run {command_for('DIR')} --tokenizer {tokenizer}")
         if split not in self.meta["splits"]:
             more = " --val PATH..." * (split == "val")
             raise UserError(f"{path} has no {split} split: run {command_for('DIR')}{more}")
@@ -354,8 +356,8 @@ class TokenData:
         """The number of whole windows of seq_len tokens in the split. Raises UserError if it is 0."""
         if self.n_tokens < seq_len:
             raise UserError(
-                f"{self.path}'s {self.split} split has {self.n_tokens:,} tokens, less than one "
-                f"sequence of {seq_len:,}: ask for shorter ones, or prepare more: {command_for('DIR')}")
+                f"{self.path}'s {self.split} split has {self.n_tokens:,} tokens, fewer than one "
+                f"sequence of {seq_len:,}: lower seq_len, or prepare more: {command_for('DIR')}")
         return self.n_tokens // seq_len
 
     def batch(self, seed, step, rows, batch_size, seq_len):
@@ -494,7 +496,8 @@ def show(path):
         print(f"{task}: {info['questions']:,} questions from {info['source']} ({info['split']})")
         print("   ", (Path(path) / f"{task}.jsonl").open().readline().strip()[:300])
     if "splits" not in meta:
-        return print(f"{path}: {len(meta['tasks'])} question sets")
+        print(f"{path}: {len(meta['tasks'])} question sets")
+        return
     tokenizer = get_tokenizer(meta["tokenizer"])
     print(f"{path}: {' '.join([meta['source'], meta['revision']]).strip()}, {meta['tokenizer']} tokens, vocabulary "
           f"{meta['vocab_size']:,}, {meta['skipped']} bad documents skipped")

@@ -131,9 +131,9 @@ def evaluate_text(model, tokenizer, folder, parallel, autocast):
 # -- answers ----------------------------------------------------------------------------------
 # A question is a list with one (context, answer) for each choice. Both are lists of tokens. The cost of a choice is
 # minus its score. It is a weighted sum of -log p of masked tokens, computed in three steps:
-#   question_rows   makes the Rows of a question: active blocks in which some tokens of an answer are masked
-#   prefilled       batches Rows of one shape, and reads the prefixes before their blocks into a cache
-#   score_rows      runs a batch, and adds the -log p of its masked tokens to the costs
+#   question_rows    makes the Rows of a question: active blocks in which some tokens of an answer are masked
+#   prefill_batches  batches Rows of one shape, and reads the prefixes before their blocks into a cache
+#   score_rows       runs a batch, and adds the -log p of its masked tokens to the costs
 
 @dataclasses.dataclass
 class Row:
@@ -193,7 +193,7 @@ def question_rows(config, q, choices, rule, seed, mc):
         yield from answer_rows(config, (q, c), context, answer, noise)
 
 
-def prefilled(model, rows, budget):
+def prefill_batches(model, rows, budget):
     """Yields all Rows in batches for `score_rows`: (cache, [(index of the cache row that holds its prefix, Row)]). The
     Rows of a batch have prefixes of one length and blocks of one length, about `budget` tokens in all. A prefix that
     several Rows share is read once."""
@@ -211,9 +211,9 @@ def prefilled(model, rows, budget):
 
 
 @torch.no_grad()
-def score_rows(model, cache, rows, nll):
-    """Runs one batch of `prefilled`, and adds the weighted -log p of its scored tokens to nll[question, choice]. The
-    noise level t of a block is its masked fraction, as in sampling; only timestep conditioning uses it."""
+def score_rows(model, cache, rows, cost):
+    """Runs one batch of `prefill_batches`, and adds the weighted -log p of its scored tokens to cost[question, choice].
+    The noise level t of a block is its masked fraction, as in sampling; only timestep conditioning uses it."""
     dev, mask_id = cache.lengths.device, model.config.mask_id
     index = torch.tensor([i for i, _ in rows], device=dev)                     # (rows,)
     gathered = dataclasses.replace(cache, lengths=cache.lengths[index], layers=[        # one row for each Row
@@ -226,7 +226,7 @@ def score_rows(model, cache, rows, nll):
     at, target = [x for _, row in rows for x in row.at], [x for _, row in rows for x in row.target]
     nats, _ = masked_cross_entropy(model, hidden[owner, at], torch.tensor(target, device=dev))     # (scored tokens,)
     for (_, row), part in zip(rows, nats.split(counts)):
-        nll[row.choice] += row.weight * part.sum().item()
+        cost[row.choice] += row.weight * part.sum().item()
 
 
 def score_answers(model, questions, parallel, rule, seed, mc, budget, what="answers"):
@@ -235,7 +235,7 @@ def score_answers(model, questions, parallel, rule, seed, mc, budget, what="answ
     docstring. Returns float64 (n questions, most choices of a question), 0 where a question has fewer choices, on all
     ranks: a collective. Noise is a function of (seed, question). About `budget` tokens run at a time.
     """
-    nll = np.zeros((len(questions), max(map(len, questions))))
+    cost = np.zeros((len(questions), max(map(len, questions))))
     # Questions of similar length run together, and every rank gets some of each length.
     by_size = sorted(range(len(questions)), key=lambda q: sum(map(len, questions[q][0])))
     mine = by_size[parallel.rank::parallel.world]
@@ -243,10 +243,10 @@ def score_answers(model, questions, parallel, rule, seed, mc, budget, what="answ
         for part in batches(mine, 256):                 # so that the Rows of all questions never exist at once
             rows = [row for q in part
                     for row in question_rows(model.config, q, questions[q], rule, seed, mc)]
-            for cache, batch in prefilled(model, rows, budget):
-                score_rows(model, cache, batch, nll)
+            for cache, batch in prefill_batches(model, rows, budget):
+                score_rows(model, cache, batch, cost)
                 bar.update(min(len(batch) * len(part) / len(rows), len(mine) - bar.n))
-    return gather(parallel, nll)
+    return gather(parallel, cost)
 
 
 # -- question sets ----------------------------------------------------------------------------
@@ -261,10 +261,10 @@ def credit(cost, exists, gold):
     return cheapest[np.arange(len(gold)), gold] / cheapest.sum(1)
 
 
-def task_figures(questions, nll):
+def task_figures(questions, cost):
     """
-    The figures of a task, a dict. questions: the n questions that data.load_questions returns. nll (n, c): their costs,
-    see `score_answers`. Accuracies are in percent, with standard errors over questions:
+    The figures of a task, a dict. questions: the n questions that data.load_questions returns. cost (n, c): see
+    `score_answers`. Accuracies are in percent, with standard errors over questions:
 
       acc             of the lowest cost
       acc_per_token   of the lowest cost per token
@@ -275,7 +275,7 @@ def task_figures(questions, nll):
     The uniform model prefers the answer with the fewest tokens, so compare acc with `uniform`. Per token all its costs
     are equal, so compare acc_per_token with `chance`. `cut` counts questions whose context was shortened.
     """
-    gold, tokens = np.array([q["gold"] for q in questions]), np.zeros_like(nll)
+    gold, tokens = np.array([q["gold"] for q in questions]), np.zeros_like(cost)
     for row, q in zip(tokens, questions):
         row[:len(q["pairs"])] = [len(answer) for _, answer in q["pairs"]]
     exists = tokens > 0                                 # (n, c); every answer has at least one token
@@ -283,9 +283,9 @@ def task_figures(questions, nll):
                    cut=sum(q["cut"] > 0 for q in questions),
                    chance=float(100 * (1 / exists.sum(1)).mean()),
                    majority=float(100 * np.bincount(gold).max() / len(gold)))
-    costs = dict(acc=nll, acc_per_token=nll / np.maximum(tokens, 1), uniform=tokens)
-    for name, cost in costs.items():
-        right = credit(cost, exists, gold)
+    costs = dict(acc=cost, acc_per_token=cost / np.maximum(tokens, 1), uniform=tokens)
+    for name, compared in costs.items():
+        right = credit(compared, exists, gold)
         figures[name], figures[f"{name}_se"] = (float(100 * x) for x in ratio(right))
     return figures
 
@@ -307,9 +307,9 @@ def evaluate_questions(model, tokenizer, parallel):
     for name, path in task_paths(mcqa, tasks).items():
         started = time.time()
         questions = load_questions(path, tokenizer, model.config.seq_len, limit, seed)
-        nll = score_answers(model, [q["pairs"] for q in questions], parallel, score, seed, mc,
+        cost = score_answers(model, [q["pairs"] for q in questions], parallel, score, seed, mc,
                             batch_size * model.config.seq_len, name)
-        figures, seconds = task_figures(questions, nll), time.time() - started
+        figures, seconds = task_figures(questions, cost), time.time() - started
         results[name] = dict(figures, sha256=sha256(path), seconds=seconds,
                              tok_per_s=figures["tokens"] / seconds)
     return dict(results, macro=macro_average(list(results.values())))

@@ -56,6 +56,13 @@ def check_file(name, path, kind=rb"\{", inputs=()):
         raise UserError(f"{name} is {path}, which {why}; name another file")
 
 
+def check_picture(name, path, inputs=()):
+    """As check_file, for a picture."""
+    if path and not path.endswith((".png", ".pdf", ".svg")):
+        raise UserError(f"{name} must end in .png, .pdf or .svg, but is {path}")
+    check_file(name, path, PICTURE, inputs)
+
+
 @contextlib.contextmanager
 def writing(path, advice, errors=OSError):
     """A context for code that writes the file or folder `path`. It turns `errors` into a UserError that gives the

@@ -183,7 +183,7 @@ class Preparation:
         """Prepares what is missing and returns the content of meta.json. Raises UserError."""
         workers = workers or os.cpu_count()
         with writing(self.out, ELSEWHERE), locked(self.out, ELSEWHERE):
-            if self.finished():
+            if self.open_folder():
                 self.clean()
                 return read_meta(self.out)
             with ThreadPoolExecutor(workers) as pool, tqdm(
@@ -191,16 +191,16 @@ class Preparation:
                     unit="tok", unit_scale=True, mininterval=0.5) as bar:
                 one = functools.partial(tokenise, self.tokenizer)
                 for batch in ordered_map(pool, one, self.batches(pool), 2 * workers + 1):
-                    self.take(batch)
+                    self.add(batch)
                     self.show_progress(batch, bar)
                     if self.full():
                         break
             self.save()
             return self.finish()
 
-    def finished(self):
-        """Whether the folder is complete. If not, takes the positions of progress.json; without one, begins at 0.
-        Raises UserError if the folder was made from other files or with other settings."""
+    def open_folder(self):
+        """Makes the folder, or reads how far an earlier run came. Returns whether it is complete. Raises UserError if
+        it was made from other files or with other settings."""
         check_out(self.out, "meta.json", "progress.json")
         self.out.mkdir(parents=True, exist_ok=True)
         names = [name for name in ("meta.json", "progress.json") if (self.out / name).is_file()]
@@ -236,14 +236,14 @@ class Preparation:
             yield from read_batches(source, index, path, line)
             line = 0
 
-    def take(self, batch):
+    def add(self, batch):
         """Adds the documents of a batch in order. Stops at the budget, or at a bad document without skip_bad."""
-        for line, tokens, what in batch.documents:
+        for line, tokens, size_or_error in batch.documents:
             if tokens is None:
-                self.bad(f"{batch.source.name}:{line}: {what}")
+                self.skip_or_stop(f"{batch.source.name}:{line}: {size_or_error}")
             else:
                 chosen = zlib.crc32(tokens) < self.val_fraction * 2**32
-                self.writers["val" if chosen else batch.source.split].add(tokens, what)
+                self.writers["val" if chosen else batch.source.split].add(tokens, size_or_error)
             self.position = [batch.index, line]
             if self.full():
                 break
@@ -264,14 +264,14 @@ class Preparation:
             bar.total = int(self.budgeted_tokens() * size / max(1, read))
         bar.update(self.budgeted_tokens() - bar.n)
 
-    def bad(self, what):
+    def skip_or_stop(self, error):
         """Counts a bad document. Without skip_bad, saves all earlier documents and raises UserError."""
         if not self.skip_bad:
             self.save()
-            raise UserError(f"{what}; add --skip_bad and run the same command again to continue without it, or fix "
+            raise UserError(f"{error}; add --skip_bad and run the same command again to continue without it, or fix "
                             "the document and choose another --out")
         self.skipped += 1
-        print(f"skipped {what}", file=sys.stderr)
+        print(f"skipped {error}", file=sys.stderr)
 
     def save(self):
         """Saves the documents first and then progress.json, which must never be ahead of them."""
@@ -499,7 +499,7 @@ def count(text):
     return int(float(text))
 
 
-def share(text):
+def fraction(text):
     """A type for argparse: a number from 0 to below 1."""
     if not 0 <= float(text) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, but is {text}")
@@ -533,7 +533,7 @@ def parse_arguments(argv):
         if name in (*HUB, "mcqa"):
             command.add_argument("--local", help="a folder with the hub's layout")
         if name in ("jsonl", "dclm"):
-            command.add_argument("--val_fraction", type=share, help="share of "
+            command.add_argument("--val_fraction", type=fraction, help="share of "
                                  "the documents for validation", default=5e-4 * (name == "dclm"))
         if name == "dclm":
             command.add_argument("--tokens", type=count, required=True,
@@ -574,7 +574,8 @@ def main(argv):
         check_words(argv)
         args = parse_arguments(argv)
         if args.command == "stdlib":
-            if "made_from" not in (meta := prepare_stdlib(args.out)) or meta["made_from"]:
+            meta = prepare_stdlib(args.out)             # an existing folder is kept, whatever it holds
+            if meta.get("source") != "Python's standard library":
                 raise UserError(f"{args.out} holds something else: {ELSEWHERE}")
         elif args.command == "mcqa":
             prepare_mcqa(args.out, args.tasks, args.local, args.split)

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench import training_step
-from configurator import check, check_names, configure, script
+from configurator import UserError, check, check_names, configure, script
 from decoders import Sampler
 from files import check_file, write_file
 from model import BlockDiffusionLM, config_from_file
@@ -86,12 +86,17 @@ def main():
     dev, found = torch.device(pick_device("auto")), {}
     names = configs or ["mamba_h_350m" if dev.type == "cuda" else "laptop"]
     every = [config_from_file(name) for name in names]      # read all first: a wrong name fails before any profile
+    for name, config in zip(names, every):
+        if whole_block and config.full_sequence:
+            raise UserError(f"whole_block needs a block model; leave out {name}")
     print(f"{', '.join(names)} on {dev} | {select_kernels('auto', dev)}", flush=True)
     for name, config in zip(names, every):
         torch.compiler.reset()
         step = denoising_step(config, dev) if sampling else training_step(config, micro_batch_size, dev)
         with torch.set_grad_enabled(not sampling):
-            wall = 1000 * [seconds_of(step, dev) for _ in range(4)][-1]
+            for _ in range(3):                          # the first ones compile and warm up
+                step()
+            wall = 1000 * seconds_of(step, dev)
             kernels = kernels_of(step, dev)
         total, kinds = sum(k[2] for k in kernels), {}
         for key, calls, ms in kernels:

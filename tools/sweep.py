@@ -31,7 +31,7 @@ import train
 from configurator import UserError, check, check_names, configure, script, settings_of, tqdm
 from data import TokenData, prepare_stdlib
 from eval import print_table
-from files import PICTURE, check_file, load_json, locked, misfit, read_record, write_file
+from files import check_file, check_picture, load_json, locked, misfit, read_record, write_file
 from paper import MODELS
 from parallel import ROOT, hardware, pick_device
 
@@ -403,18 +403,17 @@ def check_settings():
     check(globals(), least=dict(gpus_per_run=1, runs_per_gpu=1))
     check_names(globals(), "runs", "draw")
     configure(settings_of(vars(evaluation)), [f"--{word}" for word in words_of(eval_settings)])
-    check(dict(figure=os.path.splitext(figure or "x.png")[1]), choices=dict(figure=(".png", ".pdf", ".svg")))
     check_file("table", table, rb'\{\s*"runs"')
-    check_file("figure", figure, PICTURE)
+    check_picture("figure", figure)
 
 
 def train_and_evaluate():
     """Does all runs. Returns the content of the JSON table."""
     every = [Run(line) for line in runs]
-    names = [run.folder for run in every]
-    if not names:
+    folders = [run.folder for run in every]
+    if not folders:
         raise UserError("there are no runs; name a file that lists some, such as config/sweep/laptop.py")
-    if twice := {name for name in names if names.count(name) > 1}:
+    if twice := {folder for folder in folders if folders.count(folder) > 1}:
         raise UserError(f"two runs would write {twice.pop()}; give them different settings")
     for run in every:
         if run.settings["data"] == "data/stdlib":
@@ -446,7 +445,7 @@ def main():
         write_json(paths[0], record)
     path, (results, *repetitions) = paths[0], [record["runs"] for record in records]
     png = figure or f"{os.path.splitext(path)[0]}.png"
-    check_file("figure", png, PICTURE, paths)
+    check_picture("figure", png, paths)
     for rows in (results, *repetitions):
         show(rows)
     show_differences(differences(results))

@@ -27,7 +27,7 @@ def plot(files, figures):
     for _, what, about, rows in sorted(results, key=lambda r: r[0]):    # by time; of equal times in the given order
         for r in rows:
             kind, _, size = r.get("config", "").rpartition("_")
-            # Only the paper's protocol is drawn. Files of earlier revisions lack these fields, and follow it.
+            # Only the paper's protocol is drawn. These fields may be missing; then the file follows it.
             if what == "sample" and (r.get("batch", 1), r.get("tokens_per_step", 16)) != (1, 16) or (
                     r.get("seq_len", 8192) != 8192):
                 continue
@@ -90,7 +90,8 @@ def draw_curves(figures, name, title, ylabel, note, prefix, ours, paper):
             if ours[kind]:
                 ax.plot(*zip(*sorted(ours[kind].items())), ".-", color=MODELS[kind][1], zorder=3)
             ends.append((*max((ours[kind] or paper[kind]).items())[::-1], kind))
-        bottom, top = at, _ = ax.get_ylim()
+        bottom, top = ax.get_ylim()
+        at = bottom
         for y, x, kind in sorted(ends):
             label, color = MODELS[kind]
             at = max(y, at * (top / bottom) ** 0.045)

@@ -5,15 +5,14 @@ boundary state each noisy block starts from in Mamba layers.
     python -m tools.two_streams
     python -m tools.two_streams --out=mine.png
 """
-import os
 
 import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import ops
-from configurator import check, configure, script
-from files import PICTURE, check_file
+from configurator import configure, script
+from files import check_picture
 
 out = "assets/two_streams.png"          # the picture
 
@@ -69,8 +68,7 @@ def draw_states(ax):
 
 
 def main():
-    check(dict(out=os.path.splitext(out)[1]), choices=dict(out=(".png", ".pdf", ".svg")))
-    check_file("out", out, PICTURE)
+    check_picture("out", out)
     fig = Figure(figsize=(11, 4.4))
     left, right = fig.subplots(1, 2, width_ratios=[1, 1.35])
     draw_mask(left)

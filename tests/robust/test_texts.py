@@ -52,7 +52,7 @@ def test_tokens_of_another_tokenizer_another_split_and_a_short_split_are_refused
     with pytest.raises(UserError, match="no val split: run python data.py.*--val"):
         data.TokenData(folder, "val", "bytes")
     for use in (lambda d: d.sequences(10**6), lambda d: d.batch(0, 0, [0], 1, 10**6)):
-        with pytest.raises(UserError, match="less than one sequence of 1,000,000"):
+        with pytest.raises(UserError, match="fewer than one sequence of 1,000,000"):
             use(data.TokenData(folder, "train"))
 
 
@@ -300,17 +300,17 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path
 def test_ctrl_c_says_how_to_go_on_and_loses_nothing(tmp_path, monkeypatch):
     paths = [write_jsonl(tmp_path / f"{i}.jsonl", documents(TEXTS)) for i in range(2)]
     command = ["jsonl", *paths, "--tokenizer", "bytes", "--out"]
-    real = prepare.Preparation.take
+    real = prepare.Preparation.add
 
     def stopped(self, batch):
         if batch.index == 1:
             raise KeyboardInterrupt
         real(self, batch)
         self.save()
-    monkeypatch.setattr(prepare.Preparation, "take", stopped)
+    monkeypatch.setattr(prepare.Preparation, "add", stopped)
     status, _, error = script("data.py", *command, tmp_path / "out")
     assert status == 130 and "run the same command again and it continues" in error
-    monkeypatch.setattr(prepare.Preparation, "take", real)
+    monkeypatch.setattr(prepare.Preparation, "add", real)
     for name in ("out", "whole"):
         assert script("data.py", *command, tmp_path / name)[0] == 0
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")

@@ -176,19 +176,19 @@ def test_plot_draws_three_figures_and_the_newest_row_wins(tmp_path, monkeypatch)
      "lengths must be at most 262144, the rotary capacity of laptop"),
     ("bench.py", "ops --only=adamw,nope", "only must be one of scan, "),
     ("bench.py", "plot", "name what to draw"),
-    ("bench.py", "plot {tmp}/binary", "binary is not a file that bench.py wrote with --out"),
+    ("bench.py", "plot {tmp}/binary.json", "binary.json is not a file that bench.py wrote with --out"),
     ("bench.py", "plot {tmp}/rows.json", "rows.json is not a file that bench.py wrote with --out"),
     ("bench.py", "plot assets/train.json --figures={tmp}/file", "file: File exists; choose another path"),
     ("tools.profile_step", "--config=laptop", "did you mean configs?"),
     ("tools.profile_step", "--out={tmp}", "cannot be written; name another file"),
     ("tools.two_streams", "--foo=1", "there is no setting 'foo'"),
     ("tools.two_streams", "--out={tmp}/notes.svg", "notes.svg, which holds something else"),
-    ("tools.two_streams", "--out={tmp}/x.foo", "out must be one of .png, .pdf, .svg, but is '.foo'")])
+    ("tools.two_streams", "--out={tmp}/x.foo", "out must end in .png, .pdf or .svg, but is ")])
 def test_bad_input_is_one_sentence_before_any_measurement(tmp_path, monkeypatch, name, argv, message):
     monkeypatch.chdir(ROOT)
     (tmp_path / "file").write_text("")
     (tmp_path / "notes.svg").write_text("notes, not a picture")
-    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    (tmp_path / "binary.json").write_bytes(bytes(range(256)))
     (tmp_path / "rows.json").write_text(json.dumps(
         dict(bench="train", hardware=dict(name="a GPU", torch="2.0"), rows=[5])))
     status, printed, error = script(name, *argv.format(tmp=tmp_path).split())
