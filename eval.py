@@ -320,11 +320,9 @@ def evaluate_questions(model, tokenizer, parallel):
 def paper_name(model):
     """The name of the paper's config of the same kind and number of parameters, such as mamba_h_87m; without one, the
     kind alone, such as mamba_h."""
-    c = model.config
-    kind = ("diffumamba_h" if c.full_sequence else "mamba_h") if c.hybrid else \
-        ("attention" if c.full_sequence else "bdlm_attention")
+    kind = paper.kind_of(model.config.hybrid, model.config.full_sequence)
     same = [name for name, millions in paper.PARAMS.items() if name.rsplit("_", 1)[0] == kind
-            and f"{model.n_params / 1e6:.2f}" == f"{millions:.2f}"]
+            and round(model.n_params / 1e6, 2) == millions]
     return same[0] if same else kind
 
 
@@ -400,19 +398,18 @@ def print_result(result):
 def print_paper_table(results):
     """Prints all checkpoints in one table, in the layout of tab:validation-87m-full, with the paper's figures beside
     ours."""
-    theirs = [paper.RESULTS.get(r["model"], [None] * 8) for r in results]
+    theirs = [paper.RESULTS.get(r["model"], {}) for r in results]
     columns = [("model", [r["model"] for r in results]), ("LR", [r["lr"] for r in results]),
-               ("paper", [p[0] for p in theirs])]
+               ("paper", [p.get("lr") for p in theirs])]
     for folder in dict.fromkeys(folder for r in results for folder in r["text"]):
         name, ours = Path(folder).name, [r["text"].get(folder, {}) for r in results]
-        first = dict(c4=1, paloma=4).get(name)          # its first column in paper.RESULTS
         for i, (key, label) in enumerate(dict(ppl="PPL", bpb="BPB", acc="acc").items()):
             columns.append((f"{name} {label}", [cell(r, key) for r in ours]))
-            if first:
-                columns.append(("paper", [p[first + i] for p in theirs]))
+            if name in ("c4", "paloma"):
+                columns.append(("paper", [p[name][i] if p else None for p in theirs]))
     if mcqa:
         columns.append(("MCQA", [cell(r["mcqa"]["macro"], "acc") for r in results]))
-        columns.append(("paper", [p[7] for p in theirs]))
+        columns.append(("paper", [p.get("mcqa") for p in theirs]))
     print("\nside by side; paper: its best model of that shape")
     print_table(columns)
 

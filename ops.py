@@ -196,7 +196,7 @@ def causal_conv(u, weight, bias, initial):
 def conv_boundaries(u, initial, block_len):
     """
     The convolution states of u (b, s, c) at every block boundary, given initial (b, w-1, c): the last w-1 columns
-    before each of the k = s / block_len blocks, and those before the end. Returns (b, k + 1, w-1, c).
+    before each of the k = s / block_len blocks (None: one block), and those before the end. Returns (b, k + 1, w-1, c).
     """
     w1, l = initial.size(1), block_len or u.size(1)                            # w1 is w - 1
     if l < w1:                                          # a state spans several blocks
@@ -236,10 +236,11 @@ def two_stream_rule(q, kv, block_len, n_clean):
 @functools.lru_cache(maxsize=1)
 def two_stream_masks(s, block_len, device):
     """
-    The masks of `two_stream_attention` for s tokens in blocks of block_len, by the rule above. Returns boolean masks
-    (n_clean, n_clean) of clean queries and clean keys, and (s, n_clean + s) of noisy queries and [clean; noisy] keys;
-    n_clean is s - block_len. Returns (None, None) for a single block: there are no clean tokens, and every noisy token
-    sees every other. A faster `two_stream_attention` may want another form, so the two are replaced together.
+    The masks of `two_stream_attention` for s tokens in blocks of block_len, by the rule above. Returns boolean masks,
+    true where a query sees a key: (n_clean, n_clean) of clean queries and clean keys, and (s, n_clean + s) of noisy
+    queries and [clean; noisy] keys; n_clean is s - block_len. Returns (None, None) for a single block: there are no
+    clean tokens, and every noisy token sees every other. A faster `two_stream_attention` may want another form, so the
+    two are replaced together.
     """
     n_clean = s - block_len
     if n_clean == 0:

@@ -17,16 +17,16 @@ PARAMS = {                              # parameters in millions: tab:arch-87m a
     "mamba_h_87m": 96.98, "attention_350m": 353.03, "bdlm_attention_350m": 353.03,
     "diffumamba_h_350m": 399.53, "mamba_h_350m": 350.97}
 
-# {config file: (learning rate, then perplexity, bits per byte and masked-token accuracy in % on C4, the same three on
-# Paloma's C4, then mean accuracy in % on multiple-choice questions)}. From tab:validation-87m-best (masked-token
-# accuracy: tab:validation-87m-full) and tab:validation-350m.
+# The best runs. c4, paloma (Paloma's C4): perplexity, bits per byte, masked-token accuracy in %. mcqa: mean accuracy in %
+# on multiple-choice questions. From tab:validation-87m-best (masked-token accuracy: tab:validation-87m-full) and
+# tab:validation-350m.
 RESULTS = {
-    "attention_87m": (8e-3, 87.64, 1.41, 12.04, 83.25, 1.39, 12.43, 35.03),
-    "diffumamba_h_87m": (4e-3, 83.73, 1.39, 12.08, 80.42, 1.38, 12.50, 37.32),
-    "bdlm_attention_87m": (4e-3, 76.46, 1.37, 11.29, 70.81, 1.34, 11.43, 36.31),
-    "mamba_h_87m": (8e-3, 61.59, 1.30, 11.92, 58.48, 1.28, 11.99, 35.58),
-    "bdlm_attention_350m": (1.23e-3, 36.97, 1.14, None, 36.14, 1.13, None, 41.28),
-    "mamba_h_350m": (2.65e-3, 38.24, 1.15, None, 36.81, 1.13, None, 43.29),
+    "attention_87m": dict(lr=8e-3, c4=(87.64, 1.41, 12.04), paloma=(83.25, 1.39, 12.43), mcqa=35.03),
+    "diffumamba_h_87m": dict(lr=4e-3, c4=(83.73, 1.39, 12.08), paloma=(80.42, 1.38, 12.50), mcqa=37.32),
+    "bdlm_attention_87m": dict(lr=4e-3, c4=(76.46, 1.37, 11.29), paloma=(70.81, 1.34, 11.43), mcqa=36.31),
+    "mamba_h_87m": dict(lr=8e-3, c4=(61.59, 1.30, 11.92), paloma=(58.48, 1.28, 11.99), mcqa=35.58),
+    "bdlm_attention_350m": dict(lr=1.23e-3, c4=(36.97, 1.14, None), paloma=(36.14, 1.13, None), mcqa=41.28),
+    "mamba_h_350m": dict(lr=2.65e-3, c4=(38.24, 1.15, None), paloma=(36.81, 1.13, None), mcqa=43.29),
 }
 
 # tab:training-throughput-8k: tokens/s of the 350M models on eight A100s together, in the order of MODELS.
@@ -41,6 +41,13 @@ SAMPLE = {kind: dict(zip(LADDER, speeds)) for kind, speeds in zip(MODELS, [
     [470, 541, 498, 461, 387, 429, 240, 101, 35],
     [1935, 1887, 1955, 1927, 1728, 1663, 1331, 508, 263, 142, 91, 74],
     [1146, 1167, 1082, 1158, 1019, 1281, 1234, 941, 694, 450, 364, 278]])}
+
+
+def kind_of(hybrid, full_sequence):
+    """The key of MODELS."""
+    if full_sequence:
+        return "diffumamba_h" if hybrid else "attention"
+    return "mamba_h" if hybrid else "bdlm_attention"
 
 
 def transfer_lr(small_lr, width, depth, batch, tokens):

@@ -32,7 +32,7 @@ from configurator import UserError, check, check_names, configure, script, setti
 from data import TokenData, prepare_stdlib
 from eval import print_table
 from files import check_file, check_picture, load_json, locked, misfit, read_record, write_file
-from paper import MODELS
+from paper import MODELS, kind_of
 from parallel import ROOT, hardware, pick_device
 
 # ---------------------------------------------------------------------------------------------
@@ -53,7 +53,8 @@ NUMBER = (int, float, type(None))
 # What the JSON files must hold, see files.misfit. First, of eval.py's results on a text, the fields that are used here.
 TEXT_RESULT = {"ppl": (int, float), **dict.fromkeys(
     "nelbo nelbo_se nelbo_se_noise ppl_se bpb acc acc_se tokens samples".split(), NUMBER)}
-REPORT = {"results": [{"parameters": int, "text": {"*": {**TEXT_RESULT, "nats": [(int, float)]}}}]}
+FIGURES = {**TEXT_RESULT, "nats": [(int, float)]}
+REPORT = {"results": [{"parameters": int, "text": lambda texts: texts and not misfit(texts, {"*": FIGURES})}]}
 ROW = {"name": str, "base": str, "points": [{"step": int, "val": (int, float), "train": NUMBER}], "?error": str,
        "?eval": TEXT_RESULT, "?nats": [(int, float)], "?text": (str, type(None)), "tokens": int, "steps": int,
        **dict.fromkeys(("?learning_rate", "?tok_per_s", "?parameters", "?val_loss"), NUMBER)}
@@ -84,7 +85,7 @@ class Run:
         self.words = [self.file, *(f"--{word}" for word in words.values())]
         self.settings = s = configure(settings_of(vars(train)), self.words)
         # Runs are compared by `base`: their config file and, if its name does not say it, their model.
-        model = list(MODELS)[2 * (s["block_len"] < s["seq_len"]) + (s["attn_every"] > 1)]
+        model = kind_of(s["attn_every"] > 1, s["block_len"] == s["seq_len"])
         self.base = file if model_in(file) == model else f"{file} {model}"
 
     def path(self, name):
@@ -135,11 +136,11 @@ class Run:
         """The parameter count and the results on the first text, from eval.py's JSON. None if the file is missing or
         unreadable, or was made with other eval_settings."""
         record = read_json_or_none(self.path("eval.json"))
-        if self.state.get("evaluated") == eval_settings and not misfit(record, REPORT):
-            for result in record["results"]:
-                for figures in result["text"].values():
-                    return dict(parameters=result["parameters"], nats=figures["nats"], text=figures.get("sha256"),
-                                eval={k: figures[k] for k in TEXT_RESULT})
+        if self.state.get("evaluated") == eval_settings and not misfit(record, REPORT) and record["results"]:
+            result = record["results"][0]
+            figures = next(iter(result["text"].values()))
+            return dict(parameters=result["parameters"], nats=figures["nats"], text=figures.get("sha256"),
+                        eval={k: figures[k] for k in TEXT_RESULT})
 
     def command(self, script):
         """The command that runs `script`: "train" (continues from a checkpoint if there is one) or "eval"."""
