@@ -17,8 +17,8 @@ PARAMS = {                              # parameters in millions: tab:arch-87m a
     "mamba_h_87m": 96.98, "attention_350m": 353.03, "bdlm_attention_350m": 353.03,
     "diffumamba_h_350m": 399.53, "mamba_h_350m": 350.97}
 
-# The best runs. c4, paloma (Paloma's C4): perplexity, bits per byte, masked-token accuracy in %. mcqa: mean accuracy in %
-# on multiple-choice questions. From tab:validation-87m-best (masked-token accuracy: tab:validation-87m-full) and
+# The best runs. c4, paloma (Paloma's C4): perplexity, bits per byte, masked-token accuracy in %. mcqa: mean accuracy on
+# multiple-choice questions in %. From tab:validation-87m-best (masked-token accuracy: tab:validation-87m-full) and
 # tab:validation-350m.
 RESULTS = {
     "attention_87m": dict(lr=8e-3, c4=(87.64, 1.41, 12.04), paloma=(83.25, 1.39, 12.43), mcqa=35.03),
