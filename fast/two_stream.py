@@ -5,7 +5,7 @@ FlexAttention skips the tiles that the mask hides. With 16-bit inputs on a Hoppe
 FlashAttention-4, if that package is installed. Otherwise it runs its own Triton kernels.
 
     python bench.py ops --only=attention                       time it beside libraries
-    python -m pytest tests/kernels/test_kernels.py -k two_stream    values and gradients
+    python -m pytest tests/kernels/test_kernels.py -k "attention or tiles"    values and gradients
 """
 import functools
 import importlib.metadata

@@ -183,26 +183,20 @@ def read_log(out_dir):
 
 
 def script(name, *argv):
-    """`python name argv` or, for "tools.NAME", `python -m name argv`, in this process and with new globals.
-    Returns (exit status, what it printed to stdout, to stderr)."""
+    """`python name argv` in this process and with new globals. Returns (exit status, what it printed to stdout, to
+    stderr)."""
     out, err, status = io.StringIO(), io.StringIO(), 0
     out.reconfigure = lambda **how: None                # sample.py calls this method of stdout, which StringIO lacks
     before = sys.argv, list(sys.path)
     sys.argv = [name, *map(str, argv)]
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), signals_put_back():
-            if name.startswith("tools."):
-                loaded = sys.modules.pop(name, None)    # run_module warns if the module is loaded already
-                runpy.run_module(name, run_name="__main__")
-            else:
-                runpy.run_path(str(ROOT / name), run_name="__main__")
+            runpy.run_path(str(ROOT / name), run_name="__main__")
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         err.write(stop.code if isinstance(stop.code, str) else "")
     finally:
         sys.argv, sys.path[:] = before
-        if name.startswith("tools.") and loaded:
-            sys.modules[name] = loaded
     return status, out.getvalue(), err.getvalue()
 
 
@@ -229,11 +223,11 @@ def child_main(argv, environment, paths):
 
 
 class Child:
-    """`python argv...`, a script in a process of its own, which prints to two files in `folder`."""
+    """`python argv...`, a script in a process of its own. It prints to two files in `folder`, or to stdout if given."""
 
-    def __init__(self, folder, *argv, **environment):
+    def __init__(self, folder, *argv, stdout=None, **environment):
         name = os.path.join(folder, str(time.monotonic_ns()))
-        self.start(argv, environment, [f"{name}.out", f"{name}.err"])
+        self.start(argv, environment, [stdout or f"{name}.out", f"{name}.err"])
 
     def start(self, argv, environment, paths):
         self.paths = paths

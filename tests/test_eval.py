@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import (ARCHITECTURES, BLOCK_LENGTHS, QUESTION, all_models, block_models, eval_record, make_model,
-                      start_ranks, write_rows)
+from conftest import (ARCHITECTURES, BLOCK_LENGTHS, QUESTION, all_models, block_models, both_times, eval_record,
+                      make_model, start_ranks, write_rows)
 from data import noise_generators
 from eval import nelbo_figures, ratio, score_answers, task_figures
 from nelbo import nelbo_sums, sequence_nelbo
 
 
-def ranks(rank=0, world=1):
-    """One rank of several that never communicate: its sums are its own share."""
+def one_rank(rank=0, world=1):
+    """Stands for Parallel: one rank that never communicates, so its sums are its own share."""
     return types.SimpleNamespace(rank=rank, world=world, device=torch.device("cpu"), sum=lambda x: x)
 
 
 def counts_of(model, x, seed=0, mc=1, stratified=False, batch_size=500, rank=0, world=1):
-    return nelbo_sums(model, x, ranks(rank, world), torch.no_grad, seed, mc, stratified, batch_size)
+    return nelbo_sums(model, x, one_rank(rank, world), torch.no_grad, seed, mc, stratified, batch_size)
 
 
 def figures_of(model, x, **settings):
@@ -30,7 +30,7 @@ def figures_of(model, x, **settings):
 
 
 def scores_of(model, questions, rule="pll", seed=0, mc=1, budget=4096, rank=0, world=1):
-    return score_answers(model, questions, ranks(rank, world), rule, seed, mc, budget)
+    return score_answers(model, questions, one_rank(rank, world), rule, seed, mc, budget)
 
 
 def mask_weights(m):
@@ -123,7 +123,7 @@ def test_other_seeds_differ_by_about_the_stated_noise_error():
     assert all(f["nelbo_se"] > 0 and f["acc_se"] > 0 and f["bpb_se"] > 0 for f in runs)
 
 
-def test_a_ratio_and_its_standard_error():
+def test_a_ratio_of_sums_comes_with_its_standard_error():
     value, se = ratio(np.array([1., 2., 3., 6.]), np.ones(4))
     assert value == 3 and se == pytest.approx(np.std([1, 2, 3, 6], ddof=1) / 2)
     assert ratio(np.array([2., 4., 6.]), np.array([1., 2., 3.])) == (2, 0)     # no spread in the ratio
@@ -154,7 +154,7 @@ def pll_without_cache(model, context, answer):
 
 
 @all_models
-@pytest.mark.parametrize("time_conditioning", [False, True])
+@both_times
 def test_scoring_from_the_cache_equals_scoring_without_it(name, time_conditioning):
     model = make_model(name, time_conditioning=time_conditioning)
     questions = make_questions()
@@ -199,7 +199,7 @@ def make_question(lengths, gold):
 
 def test_accuracies_and_baselines_of_questions_with_a_tie():
     questions = [make_question(*q) for q in (((2, 4), 1), ((3, 3, 3), 0), ((2, 2), 1), ((2, 2), 1))]
-    nll = np.array([[2., 3., 0], [1., 2., 3.], [1., 1., 0], [5., 4., 0]])
+    nll = np.array([[2., 3., 0], [1., 2., 3.], [1., 1 + 1e-9, 0], [5., 4., 0]])     # a tie up to rounding
     f = task_figures(questions, nll)
     assert f["acc"] == 100 * (0 + 1 + 0.5 + 1) / 4
     assert f["acc_per_token"] == 100 * (1 + 1 + 0.5 + 1) / 4                   # 3 nats / 4 beat 2 / 2
@@ -219,34 +219,21 @@ def test_a_uniform_model_scores_chance_per_token_and_its_baseline_in_sums():
         assert f["acc_per_token"] == pytest.approx(f["chance"])
         assert f["acc"] == pytest.approx(f["uniform"])
     assert f["acc"] == pytest.approx(f["chance"])
-    torch.nn.init.normal_(model.head.weight)            # a random model scores chance within its error
-    f = task_figures(questions, scores_of(model, [q["pairs"] for q in questions]))
-    assert 0 < abs(f["acc"] - f["chance"]) < 3 * f["acc_se"] < 12
 
 
 # -- the script ----------------------------------------------------------------------------------
 
-def numbers_of(value, name=""):
-    """Yields (name, number) of a nested result, without times."""
-    for key, part in value.items():
-        if isinstance(part, dict):
-            yield from numbers_of(part, f"{name}{key}/")
-        elif isinstance(part, (int, float)) and key not in ("seconds", "tok_per_s"):
-            yield f"{name}{key}", part
-
-
 def test_batch_1_batch_8_and_two_processes_give_the_same_figures_to_1e_5(corpus, saved, tmp_path):
     write_rows(tmp_path / "piqa.jsonl", [dict(QUESTION, context="x" * n, choices=[" b" * (n % 3 + 1), " cd"])
                                          for n in range(1, 20)])
-    argv = [f"--checkpoint={saved[0]}", f"--data={corpus}", f"--mcqa={tmp_path}",
-            "--sequences=20"]
+    argv = [f"--checkpoint={saved[0]}", f"--data={corpus}", f"--mcqa={tmp_path}", "--sequences=20"]
     processes = start_ranks(tmp_path, 2, "eval.py", "--device=cpu", *argv)
     records = [eval_record(*argv, f"--batch_size={size}") for size in (1, 8)]
     for status, _, error in [process.end() for process in processes]:
         assert status == 0, error
     records.append(json.loads(processes[0].printed()[0].splitlines()[-1]))
-    first, *others = (dict(numbers_of(record["results"][0])) for record in records)
-    for figures in others:
-        assert figures == pytest.approx(first, rel=1e-5)
     assert [record["ranks"] for record in records] == [1, 1, 2]
-    assert len(first) > 30 and len(set(first.values())) > 20 and first["mcqa/piqa/acc"] not in (0, 50, 100)
+    for parts in zip(*((r["text"][corpus], r["mcqa"]["piqa"]) for record in records for r in record["results"])):
+        first, *others = ({name: x for name, x in figures.items() if isinstance(x, float) and name not in (
+            "seconds", "tok_per_s")} for figures in parts)
+        assert len(first) > 7 and all(other == pytest.approx(first, rel=1e-5) for other in others)

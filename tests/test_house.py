@@ -1,7 +1,6 @@
 """How the code is laid out: on a CPU the plain model runs as it reads, and imports run one way."""
 import ast
 import graphlib
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ calls, denoise, generate = [], model.Layer.denoise, sample.generate
 model.Layer.denoise = lambda layer, *inputs: calls.append(layer) or denoise(layer, *inputs)
 
 def checked(generating, *request, **rest):
-    assert ops.FAST == {} and "fast" not in sys.modules
+    assert ops.FAST == {} and not {"fast", "torch._dynamo"} & {*sys.modules}
     assert type(generating) is model.BlockDiffusionLM
     assert {type(layer) for layer in generating.layers} == {model.Layer}
     for module in generating.modules():
@@ -27,7 +26,8 @@ def checked(generating, *request, **rest):
     return generate(generating, *request, **rest)
 
 sample.generate = checked
-for sample.engine in ("auto", "simple"):
+for engine in ("auto", "simple"):
+    sample.engine = engine
     sample.main()
 print(f"{len(calls)} calls of Layer.denoise")
 """
@@ -39,7 +39,7 @@ def test_what_runs_on_a_cpu_is_the_plain_model_as_it_reads():
                           timeout=60)
     assert done.returncode == 0, done.stderr[-2000:]
     calls = int(done.stdout.splitlines()[-1].split()[0])
-    assert calls == 2 * (15 + 16) * 3                   # engines, blocks (the first has one known token), layers
+    assert calls == 2 * (15 + 16) * 3   # 2 engines; 15 steps, as one of 16 tokens is known, then 16; 3 layers
 
 
 def imported(path):
@@ -69,10 +69,3 @@ def test_fast_is_imported_inside_functions_alone_by_two_files():
     users = {(name, inside) for name, path in MODULES.items() for target, inside in imported(path)
              if target.split(".")[0] == "fast" and not name.startswith("fast")}
     assert users <= {("parallel", True), ("sample", True)}
-
-
-def test_no_module_has_the_name_of_a_library():
-    """Our files come first on sys.path: a kernels.py here would hide the package `kernels` from transformers."""
-    taken = {"kernels", "operations", "flash_attn", "mamba_ssm", "triton", "torch", "numpy", "tiktoken", "transformers"}
-    assert not taken & {name.split(".")[0] for name in MODULES} and not taken & set(os.listdir(ROOT))
-    assert not {name for name in MODULES if name in sys.stdlib_module_names}

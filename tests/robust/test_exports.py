@@ -14,7 +14,7 @@ import eval as evaluation
 import sample
 from checkpoint import CARD, CONFIG, EXPORT, WEIGHTS, export, find_checkpoint, load_model, main, save_checkpoint
 from configurator import UserError
-from conftest import TINY, make_model, make_sampler, prompts_of, run_train, script
+from conftest import TINY, make_sampler, prompts_of, run_train, script
 from model import cast_for_inference
 
 st = pytest.importorskip("safetensors.torch", reason="needs safetensors, see requirements.txt")
@@ -135,16 +135,13 @@ def test_an_export_replaces_nothing_and_a_full_disk_leaves_nothing(saved, tmp_pa
     with pytest.raises(UserError, match="holds README.md already, which would be lost"):
         export(saved[0], str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == ["README.md", "out"]
-    monkeypatch.setattr("files.os.fsync", lambda f: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+
+    def full(file):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr("files.os.fsync", full)
     with pytest.raises(UserError, match="make room and try again"):
         export(saved[0], str(tmp_path / "full"))
     assert os.listdir(tmp_path / "full") == []
-
-
-def test_a_checkpoint_without_its_tokenizer_is_not_exported(tmp_path):
-    save_checkpoint(str(tmp_path / "ckpt.pt"), make_model("mamba_h"), step=1)
-    with pytest.raises(UserError, match="record has no tokenizer"):
-        export(str(tmp_path), str(tmp_path / "x"))
 
 
 def edit_config(folder, **changes):
@@ -177,24 +174,20 @@ WRONG = "weights that do not fit its configuration"
     (lambda f: Path(f, CONFIG).write_text(json.dumps(LLAMA)), "record has no format"),
     (lambda f: edit_config(f, format="nanobdlm-2"), "record.format is 'nanobdlm-2'"),
     (lambda f: Path(f, CONFIG).write_text("[" * 10 ** 5), "not a whole nanoBDLM checkpoint"),
-    (lambda f: Path(f, CONFIG).write_text("[]"), "record has no format"),
-    (lambda f: Path(f, CONFIG).write_bytes(b"\xff\x00"), "not a whole nanoBDLM checkpoint"),
     (lambda f: edit_config(f, sha256="0" * 64), "record.sha256 is '000"),
     (lambda f: edit_config(f, dtype="int4"), "record.dtype is 'int4'"),
     (lambda f: edit_config(f, tokenizer="gpt2"), "not those of its tokenizer, gpt2"),
     (lambda f: edit_config(f, step=-1), "record.step is -1"), (lambda f: edit_model(f, width=3), "record.config is"),
-    (lambda f: edit_model(f, d_model=32), WRONG), (lambda f: edit_model(f, d_model=0), "d_model must be above 0"),
+    (lambda f: edit_model(f, d_model=0), "d_model must be above 0"),
     (lambda f: edit_model(f, d_model=2 * 10 ** 30), WRONG),
     (lambda f: edit_model(f, n_layer=10 ** 9), WRONG),
     (lambda f: edit_weights(f, lambda w: w.popitem()), WRONG),
     (lambda f: edit_weights(f, lambda w: w.update(more=torch.zeros(2))), WRONG),
     (lambda f: edit_weights(f, lambda w: w.update({"head.weight": torch.zeros(2, 2)})), WRONG),
-    (lambda f: edit_weights(f, lambda w: w["head.weight"].fill_(float("nan"))), "not finite"),
     (lambda f: edit_weights(f, lambda w: w.update({k: v.to(torch.float8_e5m2) for k, v in w.items()})),
      "record.model."),
     (lambda f: edit_weights(f, lambda w: w.update({k: v.long() for k, v in w.items()})), "record.model."),
-    (lambda f: torch.save({}, f"{f}/{WEIGHTS}"), "SafetensorError"),
-    (lambda f: Path(f, WEIGHTS).write_bytes(b""), "SafetensorError")])
+    (lambda f: torch.save({}, f"{f}/{WEIGHTS}"), "SafetensorError")])
 def test_a_foreign_damaged_or_incomplete_folder_is_one_sentence(saved, damage, message):
     folder = exported(saved)
     damage(folder)

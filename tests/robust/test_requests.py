@@ -39,13 +39,8 @@ def test_bad_requests_are_refused_before_any_work():
             Sampler([0, seed], mask_id=22)
     with pytest.raises(UserError, match="has 2 seeds; give it 1"):
         generate(model, prompts_of(4), 8, make_sampler(model, 2))
-
-
-def test_a_suffix_that_does_not_fit_the_block_is_a_sentence():
-    model = make_model("mamba_h")
-    with pytest.raises(UserError, match="block of 8 tokens in which the prompt ends, which has room for 7; "
-                                        "length and suffix are 8 tokens"):
-        generate(model, prompts_of(17), 6, make_sampler(model, 1), suffix=[1, 2])
+    with pytest.raises(UserError, match="which has room for 7; length and suffix are 8 tokens"):
+        generate(model, prompts_of(17), 6, make_sampler(model), suffix=[1, 2])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -259,23 +254,16 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_reading_a_long_prompt_shows_a_bar_and_can_be_stopped(monkeypatch, tmp_path, capsys):
+def test_reading_a_long_prompt_shows_a_bar(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sample, "BAR_DELAY", 0)
-    settings = dict(prompt="a" * 9000, save_cache=str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "stderr", Terminal())
-    run(monkeypatch, **settings)
+    run(monkeypatch, prompt="a" * 4500, save_cache=str(tmp_path / "cache"))
     seen = sys.stderr.getvalue()
-    assert "reading the prompt" in seen and "8.19k/8.99k [00:" in seen
-    assert capsys.readouterr().out.startswith("a" * 9000)
-
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-    monkeypatch.setattr(BlockDiffusionLM, "prefill", stop)
-    with pytest.raises(KeyboardInterrupt):
-        run(monkeypatch, **settings)
+    assert "reading the prompt" in seen and "4.10k/4.50k [00:" in seen
+    assert capsys.readouterr().out.startswith("a" * 4500)
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit, torch.OutOfMemoryError])
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, torch.OutOfMemoryError])
 def test_an_interrupt_or_an_error_loses_nothing_of_any_row(monkeypatch, capsys, stop):
     """Not even the bytes of a character that is not whole."""
     def interrupted(*args):
@@ -289,9 +277,11 @@ def test_an_interrupt_or_an_error_loses_nothing_of_any_row(monkeypatch, capsys, 
     assert capsys.readouterr().out == "def abc\ufffd\n\n--- sample 2 ---\ndef xy\u00e9\ufffd\n"
 
 
-@pytest.mark.parametrize("watching", [False, True])
-def test_what_is_drawn_under_the_text_on_a_terminal_leaves_the_text_alone(monkeypatch, capsys, watching):
-    """The cursor goes down, and back to where it was, and nothing is erased at or before that place."""
+@pytest.mark.parametrize("term, watching, drawings", [("xterm", False, 1), ("xterm", True, 2), ("dumb", False, 0)])
+def test_what_is_drawn_under_the_text_leaves_the_text_alone(monkeypatch, capsys, term, watching, drawings):
+    """The cursor goes down, and back to where it was, and nothing is erased at or before that place. A dumb terminal
+    gets no escape codes."""
+    monkeypatch.setenv("TERM", term)
     monkeypatch.setattr(sys, "stderr", Terminal())
     printer = sample.Printer(get_tokenizer("bytes"), "", 0, 0, 8, 257, watch=watching)
     printer.last_shown = float("inf")                   # as if it had shown something just now
@@ -299,9 +289,9 @@ def test_what_is_drawn_under_the_text_on_a_terminal_leaves_the_text_alone(monkey
     printer.block(0, [97, 98])
     printer.clear()
     drawn = sys.stderr.getvalue()
-    assert drawn.count("\x1b7\x1b[B\r\x1b[J") == drawn.count("\x1b8") == 1 + watching
-    assert ("a\u2591" in drawn) == watching and "| 2/8 [" in drawn
-    assert drawn.endswith("\x1b8\x1b[J") and capsys.readouterr().out == "ab"
+    assert drawn.count("\x1b7\x1b[B\r\x1b[J") == drawn.count("\x1b8") == drawings
+    assert ("a\u2591" in drawn) == watching and ("| 2/8 [" in drawn) == ("\x1b" in drawn) == (term == "xterm")
+    assert drawn.endswith("\x1b8\x1b[J" * (term == "xterm")) and capsys.readouterr().out == "ab"
 
 
 def test_watch_shows_the_first_row_up_to_its_end(capsys):
@@ -315,16 +305,6 @@ def test_watch_shows_the_first_row_up_to_its_end(capsys):
     assert shown() == "ab\n"                            # the other two: the block reaches further than the request
     printer.block(0, [97, eot])
     assert shown() == ""                                # the row has ended, the other one has not
-
-
-def test_a_dumb_terminal_gets_no_escape_codes(monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    for term, live in (("dumb", False), ("xterm", True)):
-        monkeypatch.setenv("TERM", term)
-        printer = sample.Printer(get_tokenizer("bytes"), "", 0, 0, 8, 257)
-        printer.block(0, [97, 98])
-        assert printer.live == live and ("\x1b" in terminal.getvalue()) == live
 
 
 def test_what_a_terminal_cannot_show_is_replaced(monkeypatch):

@@ -1,4 +1,5 @@
 """data.py's commands over texts and question sets of all formats. No network is used: the hub is a folder."""
+import contextlib
 import errno
 import gzip
 import itertools
@@ -69,7 +70,7 @@ def test_a_text_file_and_its_text_as_json_are_the_same_document(tmp_path):
         prepared(tmp_path / name[0], [tmp_path / name])
         train = data.TokenData(tmp_path / name[0], "train")
         plain = text[1:].replace("\r\n", "\n").encode()
-        assert train.sequences(1).flatten().tolist() == [*plain, 256]
+        assert train.sequences(train.n_tokens)[0].tolist() == [*plain, 256]
         assert train.n_bytes == len(plain)
 
 
@@ -279,43 +280,29 @@ def test_a_changed_text_is_not_taken_for_the_old_one(tmp_path):
         prepared(tmp_path / "out", [path])
 
 
+class Killed(BaseException):
+    pass
+
+
 def test_a_preparation_stopped_at_any_write_goes_on_to_identical_files(tmp_path, monkeypatch):
-    path = write_jsonl(tmp_path / "in.jsonl.gz", documents(TEXTS[:40]))
+    """Killed at the n-th moment, for every n. The moments are before and after each write to disk."""
+    settings = dict(train=[write_jsonl(tmp_path / "in.jsonl.gz", documents(TEXTS[:40]))], val_fraction=0.2)
     monkeypatch.setattr(prepare, "BATCH_BYTES", 500)
     monkeypatch.setattr(prepare, "SAVE_TOKENS", 400)
-    settings = dict(train=[path], val_fraction=0.2)
     prepared(tmp_path / "whole", **settings)
-    real = {name: getattr(data.os, name) for name in ("fsync", "replace")}
 
-    class Killed(BaseException):
-        pass
-
-    def dies_at(count):
-        calls = itertools.count()
-
-        def dying(real):
-            def call(*args):
-                if next(calls) == count:
-                    raise Killed
-                real(*args)
-                if next(calls) == count:
-                    raise Killed
-            return call
-        for name in real:
-            monkeypatch.setattr(data.os, name, dying(real[name]))
-
-    for count in range(10_000):
-        out = tmp_path / f"out{count}"
-        dies_at(count)
-        try:
-            prepared(out, **settings)
-            finished = True
-        except Killed:
-            finished = False
-        for name in real:
-            monkeypatch.setattr(data.os, name, real[name])
-        if finished:
-            break
-        prepared(out, **settings)
-        assert folder_bytes(out) == folder_bytes(tmp_path / "whole"), count
-    assert count > 20
+    def killed_at(n, write, moments):
+        def moment():
+            if next(moments) == n:
+                raise Killed
+        return lambda *args: (moment(), write(*args), moment())
+    for n in itertools.count():
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+            moments = itertools.count()
+            for name in ("fsync", "replace"):
+                patch.setattr(os, name, killed_at(n, getattr(os, name), moments))
+            prepared(tmp_path / f"{n}", **settings)
+            break                                       # it has fewer moments than n
+        prepared(tmp_path / f"{n}", **settings)
+        assert folder_bytes(tmp_path / f"{n}") == folder_bytes(tmp_path / "whole"), n
+    assert n > 20

@@ -5,11 +5,9 @@ import io
 import json
 import os
 import signal
-import sys
 import threading
 import time
 import types
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -67,47 +65,46 @@ def grid(config, out, *more):
 
 @pytest.fixture(scope="module")
 def swept(config, tmp_path_factory):
-    """The folder of such a sweep, what it printed to stderr and to stdout, and how it ended."""
+    """Such a sweep: its folder, what it printed to stderr (errors) and to stdout (table), and how it ended."""
     out, before = str(tmp_path_factory.mktemp("sweep") / "out"), settings_of(vars(sweep))
     errors, table = io.StringIO(), io.StringIO()
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(table):
         with pytest.raises(SystemExit) as stopped:
             grid(config, out)
     vars(sweep).update(before)
-    return out, errors.getvalue(), table.getvalue(), str(stopped.value)
+    return types.SimpleNamespace(folder=out, errors=errors.getvalue(), table=table.getvalue(), end=str(stopped.value))
 
 
 def test_the_run_with_the_lowest_nelbo_is_best(swept):
-    slow, row, _ = json.load(open(f"{swept[0]}/sweep.json"))["runs"]
+    slow, row, _ = json.load(open(f"{swept.folder}/sweep.json"))["runs"]
     assert (slow["learning_rate"], row["learning_rate"]) == (1e-5, 0.03)
     assert row["eval"]["nelbo"] < slow["eval"]["nelbo"] and sweep.best_of([slow, row])["tiny_mamba_h"] is row
-    log = read_log(f"{swept[0]}/tiny_mamba_h+learning_rate-3e-2")
+    log = read_log(f"{swept.folder}/tiny_mamba_h+learning_rate-3e-2")
     assert row["val_loss"] == row["points"][-1]["val"] == log[-1]["val_loss"]
     assert [p["step"] for p in row["points"]] == [2, 4] and row["tokens"] == 4 * 4 * 32
     assert row["eval"]["samples"] == 2 and row["eval"]["nelbo"] > 0 and "error" not in row
 
 
 def test_a_failing_run_is_a_row_with_its_last_words_and_the_others_are_kept(swept):
-    out, errors, table, end = swept
-    failed = json.load(open(f"{out}/sweep.json"))["runs"][2]
-    assert "whole blocks of block_len 7" in failed["error"] and failed["error"] in errors
-    assert "fix the cause and start" in end
-    _, kept, lost = [line.split() for line in table.splitlines() if line.startswith("tiny_mamba_h ")][:3]
+    failed = json.load(open(f"{swept.folder}/sweep.json"))["runs"][2]
+    assert "whole blocks of block_len 7" in failed["error"] and failed["error"] in swept.errors
+    assert "fix the cause and start" in swept.end
+    _, kept, lost = [line.split() for line in swept.table.splitlines() if line.startswith("tiny_mamba_h ")][:3]
     assert kept[-1] == "*" and "-" not in kept and lost[1] == "block_len=7" and lost.count("-") == 9
-    assert os.path.getsize(f"{out}/sweep.png") > 5000
+    assert os.path.getsize(f"{swept.folder}/sweep.png") > 5000
 
 
 def test_what_is_done_is_not_done_again_and_other_settings_are_refused(swept, config):
-    made = [f for name in ("ckpt.pt", "eval.json") for f in glob.glob(f"{swept[0]}/*/{name}")]
+    made = [f for name in ("ckpt.pt", "eval.json") for f in glob.glob(f"{swept.folder}/*/{name}")]
     times = [os.stat(f).st_mtime_ns for f in made]
     assert len(made) == 4                               # two runs and their evaluations
     with pytest.raises(SystemExit):
-        grid(config, swept[0])
+        grid(config, swept.folder)
     assert [os.stat(f).st_mtime_ns for f in made] == times
     with pytest.raises(UserError, match="another seed"):
-        grid(config, swept[0], "--train_settings=seed=2")
+        grid(config, swept.folder, "--train_settings=seed=2")
     with pytest.raises(UserError, match="another .*seed"):                  # even if every run has ended
-        run(f"--runs=['{config} learning_rate=1e-5']", f"--out_dir={swept[0]}", "--train_settings=seed=2",
+        run(f"--runs=['{config} learning_rate=1e-5']", f"--out_dir={swept.folder}", "--train_settings=seed=2",
             "--eval_settings=mc=2 sequences=4")
 
 
@@ -126,7 +123,7 @@ def test_what_cannot_work_is_refused_before_any_run(tmp_path, argv, message):
 
 
 def test_an_evaluation_with_other_settings_does_not_count(swept, config):
-    configure(vars(sweep), [f"--out_dir={swept[0]}", "--eval_settings=mc=2 sequences=4"])
+    configure(vars(sweep), [f"--out_dir={swept.folder}", "--eval_settings=mc=2 sequences=4"])
     run = sweep.Run(f"{config} learning_rate=1e-5")
     assert "eval" in sweep.summarise(run)
     sweep.eval_settings = "mc=1"
@@ -159,13 +156,13 @@ def test_an_interrupted_sweep_goes_on_where_it_was(config, tmp_path):
 
 
 def test_a_table_is_drawn_again_from_its_json_and_may_lack_evaluations(swept, tmp_path, capsys):
-    record = json.load(open(f"{swept[0]}/sweep.json"))
+    record = json.load(open(f"{swept.folder}/sweep.json"))
     path = tmp_path / "again.json"
     path.write_text(json.dumps(record))
     run(f"--draw={path}")
-    assert capsys.readouterr().out.splitlines()[:3] == swept[2].splitlines()[:3]
+    assert capsys.readouterr().out.splitlines()[:3] == swept.table.splitlines()[:3]
     whole = (tmp_path / "again.png").read_bytes()
-    assert whole == open(f"{swept[0]}/sweep.png", "rb").read()
+    assert whole == open(f"{swept.folder}/sweep.png", "rb").read()
     for row in record["runs"]:
         row.pop("eval", None)
     path.write_text(json.dumps(record))
@@ -174,19 +171,19 @@ def test_a_table_is_drawn_again_from_its_json_and_may_lack_evaluations(swept, tm
     assert f"{record['runs'][0]['val_loss']:.4f}" in table and "NELBO" not in table and "*" in table
     assert (tmp_path / "again.png").read_bytes() != whole
     with pytest.raises(UserError, match="not a file that sweep.py wrote"):
-        run(f"--draw={path},{swept[0]}/tiny_mamba_h+learning_rate-1e-5/run.json")
+        run(f"--draw={path},{swept.folder}/tiny_mamba_h+learning_rate-1e-5/run.json")
 
 
 def test_repetitions_are_drawn_beside_a_sweep(swept, tmp_path, capsys):
     pictures = []
     for curve, ppl in ((0, 1), (0.5, 1), (0, 1.5)):
-        record = json.load(open(f"{swept[0]}/sweep.json"))
+        record = json.load(open(f"{swept.folder}/sweep.json"))
         for row in record["runs"]:
             row.get("eval", {"ppl": 0})["ppl"] *= ppl
             for point in row["points"]:
                 point["val"] -= curve
         (tmp_path / "again.json").write_text(json.dumps(record))
-        run(f"--draw={swept[0]}/sweep.json,{tmp_path}/again.json", f"--figure={tmp_path}/both.png")
+        run(f"--draw={swept.folder}/sweep.json,{tmp_path}/again.json", f"--figure={tmp_path}/both.png")
         table = capsys.readouterr().out.splitlines()
         assert table[:1] == [line for line in table if line.startswith("run ") and "PPL" in line][1:]     # one each
         pictures.append((tmp_path / "both.png").read_bytes())
@@ -194,7 +191,7 @@ def test_repetitions_are_drawn_beside_a_sweep(swept, tmp_path, capsys):
     for row in record["runs"]:                          # a file may hold other models than the first
         row["base"] += "_other"
     (tmp_path / "again.json").write_text(json.dumps(record))
-    run(f"--draw={swept[0]}/sweep.json,{tmp_path}/again.json", f"--figure={tmp_path}/both.png")
+    run(f"--draw={swept.folder}/sweep.json,{tmp_path}/again.json", f"--figure={tmp_path}/both.png")
 
 
 def test_settings_that_make_another_model_give_it_a_name_and_a_colour_of_its_own(config):
@@ -259,28 +256,9 @@ def test_a_run_is_evaluated_before_the_next_one_is_trained(started):
     assert a.state == dict(trained=True, evaluated=sweep.eval_settings)
 
 
-@pytest.mark.skipif(sweep.PRCTL is None, reason="only Linux ends a process with the one that started it")
-def test_a_killed_sweep_leaves_no_training_behind(tmp_path):
-    run_of = types.SimpleNamespace(path=lambda name: str(tmp_path / name),
-                                   command=lambda script: [sys.executable, "-c", "import time; time.sleep(99)"])
-    child = os.fork()
-    if not child:
-        try:
-            (tmp_path / "pid").write_text(str(sweep.start(run_of, "train", [], 1).pid))
-            os.kill(os.getpid(), signal.SIGKILL)
-        finally:
-            os._exit(1)                                 # else, after an error, this would be a second pytest
-    os.waitpid(child, 0)
-    trainer, deadline = int((tmp_path / "pid").read_text()), time.time() + 20
-    with contextlib.suppress(ProcessLookupError, FileNotFoundError):           # it may be gone already
-        while time.time() < deadline and Path(f"/proc/{trainer}/stat").read_text().split()[2] != "Z":
-            time.sleep(0.05)
-    assert time.time() < deadline
-
-
 def test_a_folder_has_one_sweep_at_a_time(swept, config):
-    with locked(swept[0], ""), pytest.raises(UserError, match="another process is writing to"):
-        grid(config, swept[0])
+    with locked(swept.folder, ""), pytest.raises(UserError, match="another process is writing to"):
+        grid(config, swept.folder)
 
 
 def test_runs_share_gpus_or_spread_over_them(monkeypatch):
