@@ -104,8 +104,8 @@ def recording_errors(row, any_error=False):
             f"failed: {type(error).__name__}: {str(error)[:80]!r}")
 
 
-def run_all(parallel, names, make_rows, describe):
-    """Runs make_rows(name, ceilings), a generator of rows, for each name, and prints each row with describe(row). If a
+def run_all(parallel, names, make_rows, format_row):
+    """Runs make_rows(name, ceilings), a generator of rows, for each name, and prints each as format_row(row). If a
     model does not fit in memory, its row says so and the run continues. Returns a dict of the ceilings and all rows."""
     rows, ceilings = [], measured_ceilings(parallel.device)
     def rows_of(name):
@@ -120,7 +120,7 @@ def run_all(parallel, names, make_rows, describe):
         for row in rows_of(name):
             rows.append(row)
             if parallel.rank == 0:
-                tqdm.write(describe(row))
+                tqdm.write(format_row(row))
     return dict(**ceilings, rows=rows)
 
 

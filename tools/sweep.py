@@ -142,9 +142,9 @@ class Run:
             return dict(parameters=result["parameters"], nats=figures["nats"], text=figures.get("sha256"),
                         eval={k: figures[k] for k in TEXT_RESULT})
 
-    def command(self, script):
-        """The command that runs `script`: "train" (continues from a checkpoint if there is one) or "eval"."""
-        if script == "eval":
+    def command(self, job):
+        """The command that runs `job`: "train" (continues from a checkpoint if there is one) or "eval"."""
+        if job == "eval":
             return [sys.executable, str(ROOT / "eval.py"), f"--checkpoint={self.path('ckpt.pt')}",
                     f"--data={self.settings['data']}", f"--device={self.settings['device']}",
                     f"--out={self.path('eval.json')}", *(f"--{w}" for w in words_of(eval_settings))]
@@ -153,12 +153,12 @@ class Run:
         return [sys.executable, *(torchrun if gpus_per_run > 1 else []), str(ROOT / "train.py"), *self.words,
                 f"--out_dir={self.folder}", *resume]
 
-    def why(self, script, status):
+    def why(self, job, status):
         """An error message for a failed process: its own error message, or else the last line that it printed."""
-        with open(self.path(f"{script}.txt"), errors="replace") as f:
+        with open(self.path(f"{job}.txt"), errors="replace") as f:
             lines = [line.strip() for line in f if line.strip()] or ["it printed nothing"]
-        said = [line for line in lines if line.startswith(f"{script}.py: ")] or lines
-        return f"{self.name}: {script}.py ended with status {status}: {said[-1]} ({f.name})"
+        said = [line for line in lines if line.startswith(f"{job}.py: ")] or lines
+        return f"{self.name}: {job}.py ended with status {status}: {said[-1]} ({f.name})"
 
 
 def model_in(base):
@@ -206,18 +206,18 @@ def places():
     return [list(group) for group in groups] * runs_per_gpu
 
 
-def start(run, script, place, threads):
-    """Starts a process of a run on a place. It prints to <script>.txt in the run's folder. It has a session of its own,
+def start(run, job, place, threads):
+    """Starts a process of a run on a place. It prints to <job>.txt in the run's folder. It has a session of its own,
     so that Ctrl-C reaches only sweep.py, which then stops it. If sweep.py is killed, the process gets SIGTERM, on
     which train.py saves a checkpoint."""
-    if script == "train" and not os.path.exists(run.path("ckpt.pt")):
+    if job == "train" and not os.path.exists(run.path("ckpt.pt")):
         with contextlib.suppress(FileNotFoundError):        # the log of a run that ended before its first checkpoint
             os.replace(run.path("log.jsonl"), run.path("log.jsonl.old"))
     environment = dict(os.environ, OMP_NUM_THREADS=str(threads), PYTHONUNBUFFERED="1")
     if place:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(place)
-    with open(run.path(f"{script}.txt"), "w") as log:
-        return subprocess.Popen(run.command(script), stdout=log, stderr=log, env=environment, start_new_session=True,
+    with open(run.path(f"{job}.txt"), "w") as log:
+        return subprocess.Popen(run.command(job), stdout=log, stderr=log, env=environment, start_new_session=True,
                                 close_fds=False,            # so that it holds the lock of out_dir as well
                                 preexec_fn=PRCTL and functools.partial(PRCTL, PR_SET_PDEATHSIG, signal.SIGTERM))
 
@@ -234,15 +234,15 @@ def run_all(todo, bar, done):
         while waiting or running:
             while waiting and free:
                 run, place = waiting.pop(0), free.pop(0)
-                script = "eval" if run.state.get("trained") else "train"
-                running[start(run, script, place, threads)] = run, script, place
+                job = "eval" if run.state.get("trained") else "train"
+                running[start(run, job, place, threads)] = run, job, place
             time.sleep(0.2)
             for process in [p for p in running if p.poll() is not None]:
-                run, script, place = running.pop(process)
+                run, job, place = running.pop(process)
                 free.append(place)
                 if process.returncode:
-                    run.error = run.why(script, process.returncode)
-                elif script == "train":
+                    run.error = run.why(job, process.returncode)
+                elif job == "train":
                     run.remember(trained=True)
                     waiting.insert(0, run)              # its evaluation comes before the next training
                 else:
