@@ -442,6 +442,8 @@ def check_settings():
         if not all(type(n) is int and n > 0 for n in globals()[name]) or name == "batch" and not batch:
             raise UserError(f"{name} must be whole numbers above 0, but are {globals()[name]}; write them as "
                             f"1024,65536")
+    if out and not out.endswith(".json"):
+        raise UserError(f"out must end in .json, but is {out}")
     check_file("out", out)
 
 

@@ -100,11 +100,11 @@ def nelbo_figures(sums, tokens, n_bytes):
     standard error from text and noise, `nelbo_se_noise` that from noise alone. The latter needs mc >= 2. With
     stratified noise it is an upper bound, because the strata differ.
     """
-    nats, masked, hits = sums.mean(1).T                                      # (n,) each, means over noise samples
+    nats, masked, hits = sums.mean(1).T                                        # (n,) each, means over noise samples
     nelbo, se = ratio(nats, tokens)
     acc, acc_se = ratio(hits, masked)
     n, mc, _ = sums.shape
-    var = sums[..., 0].var(1, ddof=1).sum() / mc if mc > 1 else math.nan     # variance of nats.sum() from noise alone
+    var = sums[..., 0].var(1, ddof=1).sum() / mc if mc > 1 else math.nan       # variance of nats.sum() from noise alone
     ppl = math.exp(min(nelbo, 700))                     # beyond 709, exp overflows
     return dict(nats=nats.round(3).tolist(), nelbo=nelbo, nelbo_se=se, nelbo_se_noise=math.sqrt(var) / tokens.sum(),
                 ppl=ppl, ppl_se=ppl * se, acc=100 * acc, acc_se=100 * acc_se,
@@ -308,7 +308,7 @@ def evaluate_questions(model, tokenizer, parallel):
         started = time.time()
         questions = load_questions(path, tokenizer, model.config.seq_len, limit, seed)
         cost = score_answers(model, [q["pairs"] for q in questions], parallel, score, seed, mc,
-                            batch_size * model.config.seq_len, name)
+                             batch_size * model.config.seq_len, name)
         figures, seconds = task_figures(questions, cost), time.time() - started
         results[name] = dict(figures, sha256=sha256(path), seconds=seconds,
                              tok_per_s=figures["tokens"] / seconds)

@@ -698,13 +698,13 @@ def train_flops(config, s, masked=0.5):
     k, n_clean = s // l, s - l
     total = s * masked * 2 * d * v
     for i in range(config.n_layer):
-        clean_out = 0 if i == config.n_layer - 1 else n_clean               # clean tokens that go past the mixer
+        clean_out = 0 if i == config.n_layer - 1 else n_clean   # clean tokens that go past the mixer
         total += (s + clean_out) * 2 * 8 * d * d            # the MLP
         if i % config.attn_every == 0:
             area = l * l * (k * (k - 1) // 2 + k)           # noisy: earlier clean blocks and its own
             area += l * l * k * (k - 1) // 2 if clean_out else 0
             total += (s + clean_out) * 2 * 4 * d * d            # qkv and the output projection
-            total += (n_clean - clean_out) * 2 * 2 * d * d        # the last layer's clean tokens: only keys and values
+            total += (n_clean - clean_out) * 2 * 2 * d * d      # the last layer's clean tokens: only keys and values
             total += 4 * area * d                               # scores, weighted values
         else:
             q = min(config.chunk_len, l)

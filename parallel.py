@@ -193,8 +193,7 @@ class Parallel:
 
     def barrier(self):
         """Waits for all ranks."""
-        if self.world > 1:
-            dist.barrier()
+        self.sum([0])
 
     def close(self):
         """Ends the process group, after all ranks have come here: if one ended early, collectives of the others would

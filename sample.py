@@ -177,7 +177,7 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
     # at different tokens; their blocks are unmasked side by side.
     for k in range(n_blocks):
         x0 = block_engine.decode(active, n_masked, on_step)                    # (b, l), no mask left
-        for i, block in enumerate(x0.tolist()):         # waits for the device: with graphs once a block, but threshold
+        for i, block in enumerate(x0.tolist()):         # waits for the device: with graphs only here, but threshold
             # New are the tokens after those of the prompt, up to the row's last one. A row that has ended gets none (an
             # empty slice), while the batch runs on for the others.
             begin = starts[i] + k * l

@@ -26,8 +26,8 @@ from data import VOCABULARY, TokenData, bits_per_byte, byte_baselines, noise_gen
 from files import lock, misfit, write_file, writing
 from model import BlockDiffusionLM, ModelConfig, train_flops
 from nelbo import nelbo_sums
-from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, is_lost_rank, matmul_ceiling, pick_dtype,
-                      select_kernels, micro_batches_of)
+from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, is_lost_rank, matmul_ceiling,
+                      micro_batches_of, pick_dtype, select_kernels)
 
 # ---------------------------------------------------------------------------------------------
 # Settings: the defaults train a small BDLM Mamba-H on bytes in minutes, on two cores.
@@ -65,7 +65,7 @@ weight_decay = 0.1                      # AdamW, only on matrices
 grad_clip = 1.0                         # largest norm of the gradient; 0: no clipping
 seed = 1337                             # of data order, initialisation and noise
 # evaluation, logging, saving
-eval_only = False                       # validate and exit, write nothing; with --resume or --init_from: that model
+eval_only = False                       # validate the model of --resume or --init_from and exit; write nothing
 eval_interval = 1000                    # steps between validations, each with a checkpoint
 eval_sequences = 64                     # validation sequences, spread evenly over the split; 0: all
 eval_samples = 2                        # noise samples per validation sequence
@@ -169,7 +169,7 @@ class Log:
     def close(self):
         """Closes and unlocks the file."""
         while self.files:
-            with contextlib.suppress(OSError):              # what a full disk has not taken, is written here once more
+            with contextlib.suppress(OSError):              # closing writes once more what did not fit on the disk
                 self.files.pop().close()
 
     def write(self, row):
@@ -203,7 +203,7 @@ def check_settings():
     vocab_size = vocab_size or VOCABULARY[tokenizer]
     if vocab_size != VOCABULARY[tokenizer]:
         raise UserError(f"vocab_size is {vocab_size} but the {tokenizer} tokenizer has {VOCABULARY[tokenizer]} "
-                        f"ids with the mask; leave out vocab_size, or choose another tokenizer")
+                        f"ids with the mask; add --vocab_size=0")
     if not out_dir:
         raise UserError("out_dir is empty; name a folder for checkpoints and the log")
     if init_from == "resume":                               # as in nanoGPT
@@ -254,9 +254,10 @@ def last_checkpoint():
 
 
 def catch_signals(received):
-    """From now on SIGTERM, SIGINT and SIGHUP end no process: they are appended to the list `received`."""
+    """From now on SIGTERM, SIGINT and SIGHUP no longer end the process: they are appended to the list `received`. A
+    second Ctrl-C ends it."""
     def on_signal(number, frame):
-        if received and number == signal.SIGINT:            # a second Ctrl-C ends at once, without saving
+        if received and number == signal.SIGINT:            # at once, without saving
             raise KeyboardInterrupt
         received.append(number)
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -312,7 +313,8 @@ def main():
     micro_batches = micro_batches_of(parallel.rank, parallel.world, batch_size, micro_batch_size)
     optimizer = ShardedAdamW(model, (beta1, beta2), weight_decay, parallel.rank, parallel.world)
     path, step, losses, skipped = os.path.join(out_dir, "ckpt.pt"), 0, [], 0
-    bad_steps, val_loss = 0, None                           # steps in a row that were not finite
+    bad_steps = 0                                           # steps in a row that were not finite
+    val_loss = None                                         # after the last step that was validated
     if resume:
         step, losses, skipped = continue_run(path, model, optimizer, settings, say)
     elif master and not eval_only:
@@ -336,7 +338,7 @@ def main():
         """The validation loss in nats per token after `step` steps. Logs it once for each step. None if a signal
         interrupted it."""
         sums = nelbo_sums(model.eval(), val, parallel, autocast, seed, eval_samples,
-                              batch_size=len(micro_batches[0]), stop=signals)
+                          batch_size=len(micro_batches[0]), signals=signals)
         model.train()
         if sums is None:
             return None
@@ -424,6 +426,10 @@ def main():
                 f"lr {lr:.2e} | grad {norm:.2f} | {ms:.0f} ms | {speed} | ETA {tqdm.format_interval(eta)}")
             log.write(row)
             train_s, logged_step, losses = 0.0, step, []
+        if step == first_step + 1:                          # the speed in the log leaves out the first step
+            if ceiling:
+                say(f"the first step, in which kernels are compiled, took {time.time() - started:.0f} s")
+            train_s, logged_step = 0.0, step
         if step % eval_interval == 0 or step == max_iters:
             val_loss = validate()
             stopping = stopping or val_loss is None
@@ -434,10 +440,6 @@ def main():
                                 f"{last_checkpoint()}")
             if not saved:
                 say(f"step {step} is not saved, because it or a weight is not finite; {last_checkpoint()}")
-        if step == first_step + 1:                          # the speed in the log leaves out the first step
-            if ceiling:
-                say(f"the first step, in which kernels are compiled, took {time.time() - started:.0f} s")
-            train_s, logged_step = 0.0, step
         if stopping:
             say(f"stopped at step {step}; {last_checkpoint()}")
             return end()
@@ -462,8 +464,7 @@ def main():
         except ImportError:
             png = "no loss.png, which needs matplotlib: pip install matplotlib"
         say(f"wrote {path}, {log.path}, {png}")
-    log.close()
-    parallel.close()
+    end()
 
 
 if __name__ == "__main__":

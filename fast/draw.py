@@ -6,7 +6,9 @@ Triton kernels that draw the tokens of a denoising step from its logits.
                   logits. Noise is fp32, with full relative precision even in its tail, where it is large.
   unmask          replaces decoders.unmask: writes drawn tokens over masks and looks up the next positions
 
-Without a GPU, Triton's interpreter tests them:    python -m pytest tests/kernels/test_kernels.py -k "uniform or gumbel or unmask"
+Without a GPU, Triton's interpreter tests them:
+
+    python -m pytest tests/kernels/test_kernels.py -k "uniform or gumbel or unmask"
 """
 import torch
 import triton

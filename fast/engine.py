@@ -85,8 +85,10 @@ class FastEngine:
             hidden = self.model.commit_and_denoise_hidden(self.pending_block, block.xt, self.cache, t, at)
         else:
             hidden = self.model.denoise_hidden(block.xt, self.cache, t, at)
-        # If `at` was given, hidden has exactly these positions; else the whole block, of which `reveal` takes some.
-        block.reveal(lambda asked: self.model.token_logits(take(hidden, asked if at is None else None)))
+        # If `at` was given, `reveal` asks for exactly these positions, which are what hidden has. Else hidden has the
+        # whole block, and `reveal` may ask for all of it at once.
+        block.reveal(lambda asked: self.model.token_logits(
+            hidden if asked.size(1) == hidden.size(1) else take(hidden, asked)))
 
     def capture(self):
         """Records a step without and a step with a commit. The cache must be empty, and is empty afterwards. All lazy

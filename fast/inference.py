@@ -27,8 +27,8 @@ CUT_ON = ("cuda",)                      # devices on which products with few row
 def linear_in_parts(x, weight, ways=1):
     """Returns P partial products (P, ..., d) that sum to x W^T. x (..., k), weight (d, k). On a GPU, a product with
     few rows is split along k into two, which occupies more of the GPU; the residual addition sums them at no cost.
-    ways=2: x is two inputs side by side, which still need different norms, so their products stay separate. P is 2
-    either way: then the two halves are the two inputs."""
+    ways=2: x is two inputs side by side, which still need different norms, so their products stay separate. Then P
+    is always 2: the halves of k are the two inputs."""
     rows, k = x.numel() // x.size(-1), x.size(-1)
     cut = x.device.type in CUT_ON and rows <= FEW_ROWS and k % 16 == 0
     parts = 2 if cut else ways

@@ -1,4 +1,4 @@
-"""How the code is laid out: on a CPU the plain model runs as it reads, and imports run one way."""
+"""How the code is laid out: on a CPU the plain model runs as it reads, and imports have no cycle."""
 import ast
 import graphlib
 import subprocess

@@ -77,8 +77,8 @@ class NanoBDLM(LM):
             questions = [encode_choices(self.text, *zip(*(r.args for r in group)), s)[0] for group in groups]
         except ValueError as error:
             raise UserError(f"task {requests[0].task_name}: {error}") from None
-        nll = evaluation.score_answers(self.model, questions, self.parallel, score, seed, mc, batch_size * s)
-        return [(-float(nll[q, c]), False) for q, group in enumerate(groups) for c in range(len(group))]
+        cost = evaluation.score_answers(self.model, questions, self.parallel, score, seed, mc, batch_size * s)
+        return [(-float(cost[q, c]), False) for q, group in enumerate(groups) for c in range(len(group))]
 
     def loglikelihood_rolling(self, requests):
         raise UserError("a task asks for the likelihood of whole texts; python eval.py has the NELBO, a bound on it")

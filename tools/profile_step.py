@@ -87,7 +87,7 @@ def main():
     names = configs or ["mamba_h_350m" if dev.type == "cuda" else "laptop"]
     every = [config_from_file(name) for name in names]      # read all first: a wrong name fails before any profile
     for name, config in zip(names, every):
-        if whole_block and config.full_sequence:
+        if sampling and whole_block and config.full_sequence:
             raise UserError(f"whole_block needs a block model; leave out {name}")
     print(f"{', '.join(names)} on {dev} | {select_kernels('auto', dev)}", flush=True)
     for name, config in zip(names, every):

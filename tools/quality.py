@@ -191,7 +191,7 @@ def main():
     check_file("out", png, rb"\x89PNG", [draw])
     if draw:
         record = read_record(draw, load_json, RESULTS, "a file that quality.py wrote", "name another")
-    elif not checkpoints or not judge:
+    elif not (checkpoints and decoders and judge):
         raise UserError("there is nothing to compare; give --checkpoints=out/a,out/b and --judge=out/c")
     else:
         check_file("out", out)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import ops
-from configurator import configure, script
+from configurator import UserError, configure, script
 from files import check_picture
 
 out = "assets/two_streams.png"          # the picture
@@ -68,6 +68,8 @@ def draw_states(ax):
 
 
 def main():
+    if not out:
+        raise UserError("out is empty; name a picture, such as --out=assets/two_streams.png")
     check_picture("out", out)
     fig = Figure(figsize=(11, 4.4))
     left, right = fig.subplots(1, 2, width_ratios=[1, 1.35])

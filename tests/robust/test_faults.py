@@ -1,5 +1,6 @@
 """Nothing is lost and nothing is silently wrong: interrupts, full disks, planted links, damaged files."""
 import fcntl
+import gc
 import itertools
 import json
 import os
@@ -18,8 +19,8 @@ import torch
 
 from checkpoint import load_checkpoint, save_checkpoint
 from configurator import UserError
-from conftest import (EIGHT_STEPS, ROOT, TINY, Child, make_model, read_log, run_train, script, signals_put_back,
-                      start_ranks)
+from conftest import (EIGHT_STEPS, ROOT, TINY, Child, free_port, make_model, read_log, run_train, script,
+                      signals_put_back, start_ranks)
 from files import misfit, write_file
 from parallel import ShardedAdamW
 from train import Log
@@ -76,6 +77,8 @@ def test_steps_that_are_not_finite_are_skipped_stop_a_run_and_replace_no_good_ch
     run_train(argv + [f"--out_dir={tmp_path}/skipped"], patch=poison({2, 3}))
     printed = capsys.readouterr().out                   # TINY saves at steps 2 and 4
     assert printed.count("step skipped") == 2 and "step 2 is not saved" in printed and "step 4 is" not in printed
+    log = (tmp_path / "skipped" / "log.jsonl").read_text()
+    assert '"grad_norm": null' in log and "NaN" not in log
     for name, steps, more, message in (
             ("middle", {3, 4, 5}, ["--max_iters=9"], "three steps in a row"),
             ("last", {3, 4}, [], "not finite; lower learning_rate; .*is the last good checkpoint")):
@@ -203,7 +206,7 @@ def test_where_nothing_can_be_written_the_error_names_the_flag(corpus, monkeypat
 def test_speed_and_eta_count_neither_the_first_step_nor_validations(corpus, tmp_path, capsys):
     """On a clock on which the first step takes 1,000 s, every other 10 s and a validation 100 s."""
     def patch(module):
-        now, rate, counts = [0], module.learning_rate_at, module.nelbo_sums
+        now, rate, real = [0], module.learning_rate_at, module.nelbo_sums
 
         def step(i, *rest):
             now[0] += 10 if i else 1000
@@ -211,7 +214,7 @@ def test_speed_and_eta_count_neither_the_first_step_nor_validations(corpus, tmp_
 
         def validation(*args, **kwargs):
             now[0] += 100
-            return counts(*args, **kwargs)
+            return real(*args, **kwargs)
         module.time = SimpleNamespace(time=lambda: now[0])
         module.learning_rate_at, module.nelbo_sums = step, validation
     run_train([*TINY, f"--data={corpus}", f"--out_dir={tmp_path}", "--max_iters=12", "--log_interval=3",
@@ -230,7 +233,9 @@ def test_a_line_of_the_log_that_was_cut_off_is_dropped(corpus, tmp_path):
     assert read_log(tmp_path)[:len(before)] == before and read_log(tmp_path)[-1]["step"] == 6
 
 
-def test_a_run_is_neither_overwritten_nor_trained_twice_at_once(corpus, tmp_path, capsys):
+def test_a_run_is_neither_overwritten_nor_trained_twice_at_once(corpus, tmp_path, capsys, request):
+    request.addfinalizer(gc.enable)
+    gc.disable()                                        # so only a close can unlock the log
     out = str(tmp_path / "out")
     argv = TINY + [f"--data={corpus}", f"--out_dir={out}"]
     run_train(argv)
@@ -379,3 +384,28 @@ def test_a_checkpoint_without_its_tokenizer_is_refused(trained, tmp_path, tokeni
     for name in ("sample.py", "eval.py"):
         status, _, error = script(name, f"--checkpoint={tmp_path}", "--device=cpu")
         assert status == 1 and ("token ids, not those of its tokenizer" in error or "record.tokenizer is 5" in error)
+
+
+CLOSED = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from parallel import Parallel
+parallel = Parallel("cpu", 60)
+torch.optim.AdamW([torch.zeros(1)])             # imports modules that keep the process group, if they are not there yet
+parallel.sum([1.0])
+parallel.close()
+threads = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+sys.exit(any("gloo" in name for name in threads))
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads the threads of a process from Linux's /proc")
+def test_no_thread_of_the_process_group_is_left_at_the_exit(tmp_path):
+    """Such a thread may need the interpreter while that shuts down, which aborts the process. The two processes are new
+    ones: in a fork of this one, all modules have been imported already."""
+    (tmp_path / "closed.py").write_text(CLOSED)
+    shared = dict(os.environ, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(free_port()))
+    ranks = [subprocess.Popen([sys.executable, tmp_path / "closed.py", ROOT], env=dict(shared, RANK=rank))
+             for rank in "01"]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]

@@ -17,7 +17,7 @@ from configurator import UserError, configure
 from conftest import QUESTION, all_models, eval_record, make_model, module_of, script, write_rows
 from data import TASKS, TokenData, encode_choices, get_tokenizer, load_questions, noise_generators, task_paths
 from nelbo import masked_cross_entropy, sequence_nelbo
-from test_eval import counts_of
+from test_eval import sums_of
 from tools import prepare
 
 BYTES = get_tokenizer("bytes")
@@ -60,12 +60,12 @@ def test_context_and_choice_are_encoded_as_one_string_and_cut_on_the_left():
 def test_stratified_noise_levels_stay_in_their_strata(name):
     model, x = make_model(name), torch.zeros(3, 32, dtype=torch.long)
     whole, _ = model.draw_noise(x, noise_generators(5, range(3)))
-    counts = counts_of(model, x, seed=5, mc=4, stratified=True)
+    sums = sums_of(model, x, seed=5, mc=4, stratified=True)
     for j in range(4):
         t, _ = model.draw_noise(x, noise_generators(5, range(3)), stratum=(j, 4))
         torch.testing.assert_close(t - 1e-3, (whole - 1e-3 + j * (1 - 1e-3)) / 4)
         t, is_masked = model.draw_noise(x, noise_generators(5, [j << 32 | i for i in range(3)]), (j, 4))
-        np.testing.assert_allclose(counts[:, j], sequence_nelbo(model, x, is_masked, t))
+        np.testing.assert_allclose(sums[:, j], sequence_nelbo(model, x, is_masked, t))
 
 
 def test_logits_and_log_sum_exp_are_fp32_whatever_the_model_runs_in():

@@ -181,7 +181,8 @@ def test_attention_only_models_need_no_geometry_of_mamba():
     (["--kernels=triton"], "kernels must be one of auto, torch, mamba_ssm, but is 'triton'"),
     (["--batch_size=0"], "batch_size must be at least 1, but is 0"), (["--grad_clip=-1"], "at least 0"),
     (["--learning_rate=0"], "above 0"), (["--min_lr=1"], "min_lr must be at most"), (["--beta1=1"], "below 1"),
-    (["--seed=-1"], "at least 0"), (["--log_interval=0"], "at least 1"), (["--out_dir="], "name a folder")])
+    (["--seed=-1"], "at least 0"), (["--log_interval=0"], "at least 1"), (["--out_dir="], "name a folder"),
+    (["--init_from=resume"], "to continue a run, add --resume")])
 def test_settings_that_contradict_each_other_are_refused(corpus, tmp_path, argv, message):
     with pytest.raises(UserError, match=message):
         run_train(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", *argv])

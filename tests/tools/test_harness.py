@@ -56,11 +56,11 @@ def test_answers_in_the_harness_are_those_of_eval(folder, monkeypatch, score):
     answers = json.loads((folder / "out.json").read_text())["answers"]["made_up"]
     model, tokenizer, _ = evaluation.open_checkpoint(str(folder), "cpu")
     questions = load_questions(Path(folder / "made_up.jsonl"), tokenizer, 64)
-    nll = evaluation.score_answers(model, [q["pairs"] for q in questions], Parallel("cpu", 60), score,
+    cost = evaluation.score_answers(model, [q["pairs"] for q in questions], Parallel("cpu", 60), score,
                                    harness.seed, harness.mc, 8 * 64)
     assert len(answers) == 20
     for answer in answers:
-        costs, gold = nll[answer["question"]], questions[answer["question"]]["gold"]
+        costs, gold = cost[answer["question"]], questions[answer["question"]]["gold"]
         np.testing.assert_allclose(answer["log_p"], -costs, rtol=1e-5)
         assert answer["acc"] == float(costs.argmin() == gold)
 

@@ -5,9 +5,11 @@ import io
 import json
 import os
 import signal
+import sys
 import threading
 import time
 import types
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -254,6 +256,25 @@ def test_a_run_is_evaluated_before_the_next_one_is_trained(started):
     sweep.run_all([a, b], Mock(n=0), lambda: 0)
     assert started == [(a, "train"), (a, "eval"), (b, "train"), (b, "eval")]
     assert a.state == dict(trained=True, evaluated=sweep.eval_settings)
+
+
+@pytest.mark.skipif(sweep.PRCTL is None, reason="only Linux ends a process with the one that started it")
+def test_a_killed_sweep_leaves_no_training_behind(tmp_path):
+    run_of = types.SimpleNamespace(path=lambda name: str(tmp_path / name),
+                                   command=lambda job: [sys.executable, "-c", "import time; time.sleep(99)"])
+    child = os.fork()
+    if not child:
+        try:
+            (tmp_path / "pid").write_text(str(sweep.start(run_of, "train", [], 1).pid))
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)                                 # else, after an error, this would be a second pytest
+    os.waitpid(child, 0)
+    trainer, deadline = int((tmp_path / "pid").read_text()), time.time() + 20
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError):           # it may be gone already
+        while time.time() < deadline and Path(f"/proc/{trainer}/stat").read_text().split()[2] != "Z":
+            time.sleep(0.05)
+    assert time.time() < deadline
 
 
 def test_a_folder_has_one_sweep_at_a_time(swept, config):
