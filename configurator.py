@@ -122,7 +122,8 @@ def check_words(words):
 def print_help(namespace, settings):
     """Prints the docstring of a script, then its settings: values, and the comments after them in the source."""
     print((namespace.get("__doc__") or "").strip())
-    print("\nsettings (override with --name=value, or a config file):")
+    if settings:
+        print("\nsettings (override with --name=value, or a config file):")
     source = "".join(linecache.getlines(namespace.get("__file__", "")))      # of a dict that is no module: nothing
     meanings = dict(re.findall(r"^(\w+) = .*?\s# (.*)$", source, re.MULTILINE))
     for name, value in settings.items():

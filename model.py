@@ -26,14 +26,14 @@ import difflib
 import glob
 import math
 import os
-import sys
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 import ops
-from configurator import UserError, fit, run_config, script
+from configurator import UserError, configure, fit, run_config, script
+from data import VOCABULARY
 from paper import PARAMS
 
 
@@ -719,12 +719,15 @@ def train_flops(config, s, masked=0.5):
 
 def config_from_file(path):
     """The ModelConfig of a config file, given by its path or its name in config/. Its training settings are ignored.
-    Raises UserError for a file that cannot be read, a misspelt name, or a shape that cannot work."""
+    Its vocabulary is that of its tokenizer. Raises UserError for a file that cannot be read, a misspelt name, or a
+    shape that cannot work."""
     defaults = dataclasses.asdict(ModelConfig())
     settings = run_config(path, defaults)
     for name in settings.keys() - defaults.keys():      # a setting of train.py, unless it nearly is one of the model
         if near := difflib.get_close_matches(name, defaults, 1, cutoff=0.85):
             raise UserError(f"{path}: there is no setting '{name}'; did you mean {near[0]}?")
+    if (tokenizer := str(settings.get("tokenizer"))) in VOCABULARY:
+        settings["vocab_size"] = VOCABULARY[tokenizer]
     return ModelConfig(**{k: fit(k, v, defaults[k], path) for k, v in settings.items() if k in defaults})
 
 
@@ -743,10 +746,5 @@ def main():
 
 if __name__ == "__main__":
     with script("model.py"):
-        if {"-h", "--help"} & set(sys.argv):
-            print(__doc__.strip())
-        elif sys.argv[1:]:
-            raise UserError(f"there are no settings here, so leave out {' '.join(sys.argv[1:])}; --help "
-                            f"says what it prints")
-        else:
-            main()
+        configure(dict(__doc__=__doc__))                # --help; there are no settings
+        main()

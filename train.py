@@ -38,7 +38,6 @@ init_from = ""                          # begin with the weights of this checkpo
 data = "data/stdlib"                    # a folder made by data.py; this one is made if it is missing
 tokenizer = "bytes"                     # bytes or gpt2
 # model (see ModelConfig)
-vocab_size = 0                          # token ids with the mask; 0: those of the tokenizer
 seq_len = 256                           # tokens of a training sequence
 block_len = 16                          # tokens of a diffusion block; seq_len for a full-sequence model
 attn_every = 2                          # attention at layers 0, attn_every, ...; 1: attention only
@@ -185,9 +184,8 @@ class Log:
 # The script
 
 def check_settings():
-    """Raises UserError, before any file is opened, for settings that cannot work. Derives warmup_iters and
-    vocab_size."""
-    global warmup_iters, vocab_size
+    """Raises UserError, before any file is opened, for settings that cannot work. Derives warmup_iters."""
+    global warmup_iters
     check(globals(), least=dict(
         batch_size=1, micro_batch_size=0, seq_len=1, max_iters=1, warmup_iters=-1, min_lr=0, weight_decay=0,
         grad_clip=0, beta1=0, beta2=0, seed=0, eval_interval=1, eval_sequences=0, eval_samples=1,
@@ -200,14 +198,8 @@ def check_settings():
     if warmup_iters >= max_iters:
         raise UserError(f"warmup_iters must be below max_iters ({max_iters}), but is {warmup_iters}; "
                         f"add --warmup_iters=0")
-    vocab_size = vocab_size or VOCABULARY[tokenizer]
-    if vocab_size != VOCABULARY[tokenizer]:
-        raise UserError(f"vocab_size is {vocab_size} but the {tokenizer} tokenizer has {VOCABULARY[tokenizer]} "
-                        f"ids with the mask; add --vocab_size=0")
     if not out_dir:
         raise UserError("out_dir is empty; name a folder for checkpoints and the log")
-    if init_from == "resume":                               # as in nanoGPT
-        raise UserError("init_from names a checkpoint; to continue a run, add --resume")
     for name, what in (("ckpt.pt", "add --resume to continue it"), ("log.jsonl", "move it away")):
         path = os.path.join(out_dir, name)
         if not (resume or eval_only) and os.path.exists(path) and os.path.getsize(path):
@@ -301,7 +293,8 @@ def main():
                 signals.append(signal.SIGPIPE)
 
     # 1. Data.
-    config = ModelConfig(**{f: settings[f] for f in ModelConfig.__dataclass_fields__ if f in settings})
+    shape = {f: settings[f] for f in ModelConfig.__dataclass_fields__ if f in settings}
+    config = ModelConfig(vocab_size=VOCABULARY[tokenizer], **shape)
     train_data, val_data = open_data(parallel, say)
     val = val_data.sequences(seq_len, eval_sequences)       # (n, s)
 

@@ -1,5 +1,5 @@
 # The model of train.py's defaults: a BDLM Mamba-H on bytes, which two CPU cores train in minutes.
-vocab_size = 258                # 256 bytes, end-of-text, mask; train.py would derive it, bench.py needs it
+tokenizer = "bytes"             # 256 bytes, end-of-text and the mask
 seq_len = 256
 block_len = 16
 attn_every = 2                  # attention at layers 0 and 2; Mamba-2 at layer 1

@@ -60,7 +60,7 @@ ROW = {"name": str, "base": str, "points": [{"step": int, "val": (int, float), "
        **dict.fromkeys(("?learning_rate", "?tok_per_s", "?parameters", "?val_loss"), NUMBER)}
 RESULTS = {"runs": lambda rows: rows and not misfit(rows, [ROW])}           # the form of the JSON table
 EVALUATION = 100                        # in the progress bar an evaluation counts as this many steps
-MAY_DIFFER = {"out_dir", "resume", "vocab_size", "micro_batch_size", "log_interval", "device", "kernels", "compile",
+MAY_DIFFER = {"out_dir", "resume", "micro_batch_size", "log_interval", "device", "kernels", "compile",
               "dist_timeout"}           # settings of train.py that may differ when a run continues
 COLUMNS = {"parameters": ("parameters", ","), "rate": ("learning_rate", "g"), "tokens": ("tokens", ","),
            "train": ("train_loss", ".4f"), "val": ("val_loss", ".4f"), "NELBO": ("nelbo", ".4f"),
