@@ -32,7 +32,8 @@ from sample import now, open_engine
 from tools.compare_ops import COMPARISONS
 from tools.throughput import plot        # imports matplotlib only when it is called
 
-# -- settings --
+# ----------------------------------------------------------------------------------------------
+# Settings
 only = []                               # config files or operations, e.g. mamba_h_350m,attention_350m; []: all
 lengths = []                            # generated lengths; []: the paper's
 batch = [1]                             # batch sizes of `sample`
@@ -48,7 +49,8 @@ device = "auto"                         # auto, cpu, cuda or mps (not for `sampl
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
 compile = True                          # torch.compile the layers; on Ampere GPUs and later only
 
-# -- measuring --
+# ----------------------------------------------------------------------------------------------
+# Measuring
 def measure(step, dev, in_a_row=1):
     """Times step(). Returns the median seconds of `iterations` measurements, their spread (max - min) / median, and the
     seconds of the very first call, which may compile. Each measurement, except that first call, is the mean of
@@ -129,7 +131,8 @@ def models(size, dev):
     return only or ([f"{kind}_{size}" for kind in paper.MODELS] if dev.type == "cuda" else ["laptop"])
 
 
-# -- train --
+# ----------------------------------------------------------------------------------------------
+# bench.py train
 def bench_train(parallel):
     """Training throughput at 350M: synthetic batches, forward, backward, optimizer."""
     def make_rows(name, ceilings):
@@ -187,7 +190,8 @@ def format_train(r):
             f"{r['peak_gib']:>6.1f} GiB  compile {r['compile_s']:.0f} s   {ratio}")
 
 
-# -- sample --
+# ----------------------------------------------------------------------------------------------
+# bench.py sample
 @torch.no_grad()
 def bench_sample(parallel):
     """Generation speed at 700M, with random weights and p tokens per step. Batch 1 is the paper's protocol."""
@@ -366,7 +370,8 @@ def format_sample(r):
             f"{r['engine']}, compile and capture {r['capture_s']:.1f} s  {ratio or ''}")
 
 
-# -- ops --
+# ----------------------------------------------------------------------------------------------
+# bench.py ops
 def bench_ops(parallel):
     """Compares each heavy operation of tools/compare_ops.py with a library for it and with its limit."""
     dev = parallel.device

@@ -58,7 +58,8 @@ META = (                            # the two forms of meta.json, see files.misf
 )
 
 
-# -- tokenizers -----------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Tokenizers
 
 @functools.lru_cache(maxsize=None)
 def get_tokenizer(name):
@@ -110,7 +111,8 @@ def encode(tokenizer, text):
     return np.append(tokens, tokenizer.eot_token).astype("<u2"), len(utf8)
 
 
-# -- writing a prepared folder --------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Writing a prepared folder
 
 ELSEWHERE = "choose another --out"
 
@@ -194,7 +196,8 @@ def write_meta(out, source, revision, tokenizer, writers, skipped=0, made_from=N
     return meta
 
 
-# -- the default corpus ---------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# The default corpus
 
 # Tests repeat themselves; encodings and pydoc_data are generated tables rather than written code, and so are the
 # folders config-* and the files _sysconfigdata*.py.
@@ -258,7 +261,8 @@ def prepare_stdlib(out="data/stdlib", root=None, advice=ELSEWHERE):
     return read_meta(out)
 
 
-# -- reading a prepared folder --------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Reading a prepared folder
 
 def command_for(path):
     """The command that prepares the folder `path`."""
@@ -417,7 +421,8 @@ def byte_baselines(train_tokens, val_tokens):
     return dict(unigram=float(unigram_bits / n_bytes), bigram=float(bigram_bits / n_bytes))
 
 
-# -- reading question sets ------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Reading question sets
 
 def task_paths(folder, wanted):
     """{task: path} of the tasks `wanted` in a folder of question sets; of all tasks if `wanted` is empty. Raises

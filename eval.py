@@ -36,7 +36,7 @@ from model import cast_for_inference
 from nelbo import masked_cross_entropy, nelbo_sums, progress
 from parallel import Parallel, hardware, pick_dtype, select_kernels
 
-# ---------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
 # Settings
 checkpoint = ["out/ckpt.pt"]            # files, folders or hf://owner/name, separated by commas
 # perplexity
@@ -57,7 +57,7 @@ out = ""                                # also write the JSON to this file
 device = "auto"                         # auto, cpu, cuda or mps
 dtype = "auto"                          # auto: bfloat16 if the GPU has it, else float32; logits are fp32
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
-# ---------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
 
 TABLES = {                              # part of a result: the columns of its table, each as figure:decimals
     "text": "ppl:2 bpb:4 acc:2 nelbo:4 nelbo_se_noise:4 bytes_per_token:3 tokens tok_per_s:0",
@@ -65,7 +65,8 @@ TABLES = {                              # part of a result: the columns of its t
 }
 
 
-# -- small pieces -----------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Small pieces
 
 def ratio(numerator, denominator=1.0):
     """sum(numerator) / sum(denominator) of arrays (n,), and its standard error over the n entries by the delta method.
@@ -89,7 +90,8 @@ def gather(parallel, array):
     return array
 
 
-# -- perplexity -------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Perplexity
 
 def nelbo_figures(sums, tokens, n_bytes):
     """
@@ -128,7 +130,8 @@ def evaluate_text(model, tokenizer, folder, parallel, autocast):
                 tok_per_s=x.numel() * mc / seconds)
 
 
-# -- answers ----------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Answers
 # A question is a list with one (context, answer) for each choice. Both are lists of tokens. The cost of a choice is
 # minus its score. It is a weighted sum of -log p of masked tokens, computed in three steps:
 #   question_rows    makes the Rows of a question: active blocks in which some tokens of an answer are masked
@@ -249,7 +252,8 @@ def score_answers(model, questions, parallel, rule, seed, mc, budget, what="answ
     return gather(parallel, cost)
 
 
-# -- question sets ----------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Question sets
 
 def credit(cost, exists, gold):
     """The probability (n,) that the right choice is picked, if the lowest cost wins and ties are broken at random: 1/m
@@ -315,7 +319,8 @@ def evaluate_questions(model, tokenizer, parallel):
     return dict(results, macro=macro_average(list(results.values())))
 
 
-# -- the script -------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# The script
 
 def paper_name(model):
     """The name of the paper's config of the same kind and number of parameters, such as mamba_h_87m; without one, the

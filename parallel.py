@@ -33,7 +33,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-# ---------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
 # The device, and what runs on it
 
 def pick_device(name):
@@ -164,7 +164,7 @@ def describe(record):
     return ", ".join([record["name"], *(f"{key} {value}" for key, value in record.items() if key != "name")])
 
 
-# ---------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
 # Processes
 
 class Parallel:

@@ -32,7 +32,7 @@ from files import check_file
 from model import BlockDiffusionLM, cast_for_inference, config_from_file, take
 from parallel import has_fast, pick_device, pick_dtype, select_kernels
 
-# ---------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
 # Settings
 out_dir = "out"                         # a folder with the ckpt.pt of train.py, or an export
 checkpoint = ""                         # another checkpoint: a file, a folder or hf://owner/name (docs/forking.md)
@@ -58,12 +58,12 @@ device = "auto"                         # auto, cpu or cuda; mps lacks the fp64 
 dtype = "auto"                          # auto: bfloat16 if the GPU has it, else float32
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
 engine = "auto"                         # auto, simple, fused or graphs, see open_engine; all draw the same numbers
-# ---------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
 
 ENGINES = ("auto", "simple", "fused", "graphs")
 
 
-# ---------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
 # The engine
 
 class SimpleEngine:
@@ -266,7 +266,7 @@ def read_prompts(model, cache, prompts, starts, prefix, on_read=None):
         model.prefill(tokens[None, int(row.lengths):], row, on_chunk=on_read)  # what the prefix has not filled
 
 
-# ---------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
 # The script
 
 BAR_DELAY = 2                           # seconds before a progress bar appears

@@ -29,7 +29,7 @@ from nelbo import nelbo_sums
 from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, is_lost_rank, matmul_ceiling,
                       micro_batches_of, pick_dtype, select_kernels)
 
-# ---------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
 # Settings: the defaults train a small BDLM Mamba-H on bytes in minutes, on two cores.
 out_dir = "out"                         # where the checkpoint, the log and its picture go
 resume = False                          # continue from out_dir/ckpt.pt
@@ -75,10 +75,10 @@ dtype = "auto"                          # auto: bfloat16 if the GPU has it, else
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
 compile = True                          # torch.compile the layers; on Ampere GPUs and later only
 dist_timeout = 300                      # seconds after which a collective that a rank has not joined ends the job
-# ---------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
 
 
-# ---------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
 # Small pieces
 
 def learning_rate_at(step, peak, floor, warmup, total):
@@ -180,7 +180,7 @@ class Log:
                 print(f"train.py: a line of {self.path} cannot be written: {error.strerror}", file=sys.stderr)
 
 
-# ---------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
 # The script
 
 def check_settings():

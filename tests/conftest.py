@@ -148,7 +148,8 @@ def saved(tmp_path):
     return str(tmp_path / "out"), model
 
 
-# -- scripts --------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Scripts
 
 def module_of(name):
     """The script train, eval, ... as a module with globals of its own."""

@@ -64,7 +64,8 @@ def exact_bound(model, x, known=0):
     return total
 
 
-# -- exact likelihoods ---------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Exact likelihoods
 
 @block_models
 def test_at_block_length_1_the_nelbo_at_t_1_is_the_exact_autoregressive_likelihood(name):
@@ -90,7 +91,8 @@ def test_the_estimate_agrees_with_the_exact_bound_within_three_standard_errors(n
         assert f["bpb"] == pytest.approx(f["nelbo"] / math.log(2)) and f["ppl"] == math.exp(f["nelbo"])
 
 
-# -- noise, errors -------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Noise, errors
 
 @all_models
 def test_the_number_does_not_depend_on_batch_size_rank_count_or_later_samples(name):
@@ -129,7 +131,8 @@ def test_a_ratio_of_sums_comes_with_its_standard_error():
     assert ratio(np.array([2., 4., 6.]), np.array([1., 2., 3.])) == (2, 0)     # no spread in the ratio
 
 
-# -- answers -------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Answers
 
 def make_questions(seed=6):
     """Contexts of 0 to 27 tokens before answers of 1 to 13 tokens, which lie in one to three blocks of 8."""
@@ -190,7 +193,8 @@ def test_the_nelbo_of_an_answer_agrees_with_its_exact_bound(name, block_len):
         assert scores_of(model, [question]) == pytest.approx(exact)
 
 
-# -- question sets -------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Question sets
 
 def make_question(lengths, gold):
     """A question whose choices are random tokens, of these lengths."""
@@ -221,7 +225,8 @@ def test_a_uniform_model_scores_chance_per_token_and_its_baseline_in_sums():
     assert f["acc"] == pytest.approx(f["chance"])
 
 
-# -- the script ----------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# The script
 
 def test_batch_1_batch_8_and_two_processes_give_the_same_figures_to_1e_5(corpus, saved, tmp_path):
     write_rows(tmp_path / "piqa.jsonl", [dict(QUESTION, context="x" * n, choices=[" b" * (n % 3 + 1), " cd"])

@@ -34,7 +34,8 @@ try:
 except ImportError as error:
     sys.exit(f"harness.py: {error}; pip install lm_eval==0.4.13")
 
-# -- settings --
+# ----------------------------------------------------------------------------------------------
+# Settings
 checkpoint = "out/ckpt.pt"              # a file of train.py, a folder or hf://owner/name
 tasks = []                              # names of harness tasks, such as piqa,arc_easy
 include_path = ""                       # a folder with task files of your own

@@ -42,7 +42,8 @@ def unreadable(path, error):
     return UserError(f"{path} cannot be read ({why}): fix that and run the same command again")
 
 
-# -- preparing text: resumable, on all cores, in little memory ------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Preparing text: resumable, on all cores, in little memory
 
 @dataclass
 class Source:
@@ -315,7 +316,8 @@ def local_sources(paths, split):
     return sources
 
 
-# -- data sets on the hub -------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Data sets on the hub
 
 def on_hub(repo, call, *args, **kwargs):
     """Calls a function of huggingface_hub and turns its errors into a UserError."""
@@ -362,7 +364,8 @@ def hub_sources(name, out, local=None):
     return [Source(split, n, functools.partial(fetch, n), size(n)) for n in names], repo, revision
 
 
-# -- question sets --------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Question sets
 
 def hellaswag_clean(text):
     """Removes the markup that HellaSwag's WikiHow texts contain."""
@@ -490,7 +493,8 @@ def prepare_mcqa(out="data/mcqa", tasks=None, local=None, split=None):
     return meta
 
 
-# -- the script -----------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# The script
 
 def count(text):
     """A type for argparse: a whole number above 0, such as 5e9."""

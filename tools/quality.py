@@ -25,7 +25,8 @@ from model import cast_for_inference
 from paper import MODELS
 from parallel import Parallel, hardware, pick_dtype, select_kernels
 
-# -- settings --
+# ----------------------------------------------------------------------------------------------
+# Settings
 checkpoints = []                        # block models to compare: files, folders or hf://owner/name
 judge = ""                              # the block model that scores; best one trained with another seed
 data = ""                               # a prepared folder; prompts come from its validation split

@@ -35,7 +35,7 @@ from files import check_file, check_picture, load_json, locked, misfit, read_rec
 from paper import MODELS, kind_of
 from parallel import ROOT, hardware, pick_device
 
-# ---------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
 # Settings
 out_dir = "out/sweep"
 runs = []                               # each is a config file of train.py and settings: "FILE a=1 b=2"
@@ -46,7 +46,7 @@ eval_settings = "mc=8"                  # settings of eval.py
 figure = ""                             # draw the curves in this file; empty: out_dir/sweep.png
 table = ""                              # write the table to this JSON file; empty: out_dir/sweep.json
 draw = []                               # only print and draw these JSON files, which a sweep wrote
-# ---------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
 
 PRCTL, PR_SET_PDEATHSIG = getattr(ctypes.CDLL(None), "prctl", None), 1     # Linux: ends a child when its parent dies
 NUMBER = (int, float, type(None))
@@ -189,7 +189,7 @@ def loss_before(rows, step):
     return next((r["loss"] for r in reversed(rows) if r.get("loss") and r["step"] <= step), None)
 
 
-# ---------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
 # Running
 
 def places():
@@ -255,7 +255,7 @@ def run_all(todo, bar, done):
             process.wait()
 
 
-# ---------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
 # Reporting
 
 def summarise(run):

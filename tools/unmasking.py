@@ -20,7 +20,8 @@ from decoders import Sampler, usual_tokens_per_step
 from files import check_file, load_json, misfit, read_record, write_file
 from parallel import pick_device, pick_dtype, select_kernels
 
-# -- settings --
+# ----------------------------------------------------------------------------------------------
+# Settings
 checkpoint = "out"                      # a file of train.py, a folder or hf://owner/name
 prompt = ""                             # a text to continue
 prompt_file = ""                        # or a text file to continue

@@ -27,7 +27,8 @@ def exported(saved, **how):
     return folder
 
 
-# -- exports that are whole -----------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Exports that are whole
 
 def test_a_checkpoint_and_its_export_come_back_bit_for_bit_and_generate_the_same_tokens(saved):
     folder, tokens = exported(saved), []
@@ -111,7 +112,8 @@ def test_a_model_of_the_hub_is_an_export_that_is_fetched_first(saved, monkeypatc
         sample.open_checkpoint("hf://owner/name", "cpu")
 
 
-# -- what is refused ------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# What is refused
 
 @pytest.mark.parametrize("words, message", [
     ("", "write python checkpoint.py export out/ --to=folder, not nothing"),

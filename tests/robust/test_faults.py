@@ -34,7 +34,8 @@ def log_of(folder):
     return "\n".join(json.dumps({k: v for k, v in row.items() if k not in TIMES}) for row in read_log(folder))
 
 
-# -- runs -----------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Runs
 
 @pytest.mark.parametrize("called, count, times", [
     ("nelbo_sums", 1, 3), ("nelbo_sums", 2, 1), ("learning_rate_at", 4, 1), ("learning_rate_at", 5, 1)])
@@ -280,7 +281,8 @@ def test_a_line_of_the_log_that_cannot_be_written_does_not_end_training(tmp_path
     assert "a line of" in capsys.readouterr().err and (tmp_path / "log.jsonl").read_text() == '{"step": 1}\n'
 
 
-# -- files that are written -----------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Files that are written
 
 @pytest.mark.parametrize("name, argv, message", [
     ("sample.py", ["--prompt_file={tmp}/book", "--save_cache={tmp}/book"], "is read as well"),
@@ -322,7 +324,8 @@ def test_a_written_file_follows_no_planted_link(tmp_path, monkeypatch):
     assert victim.read_text() == "kept" and not (tmp_path / "a").exists()
 
 
-# -- files that are read --------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Files that are read
 
 def test_the_form_of_a_record_is_checked_in_every_part():
     form = {"a": int, "?b": [range(3)], "c": ({"d": str}, type(None)), "*": float}

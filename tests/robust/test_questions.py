@@ -35,7 +35,8 @@ def checkpoints(tmp_path_factory, corpus):
     return paths
 
 
-# -- figures and tables ---------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Figures and tables
 
 def test_winogrande_scores_the_suffix_that_its_contexts_share(tmp_path):
     row = dict(contexts=["so Ann", "so Bob"], choices=[" won it."] * 2, gold=1)
@@ -131,7 +132,8 @@ def test_the_text_of_the_training_is_scored_unless_question_sets_are_asked_for(c
     assert result["mcqa"]["piqa"]["acc_se"] is None     # of one question there is no error to state
 
 
-# -- questions and settings that cannot work ------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Questions and settings that cannot work
 
 @pytest.mark.parametrize("rows, message", [
     ([], "no questions"),

@@ -93,7 +93,8 @@ def test_no_call_takes_more_tokens_than_a_chunk_whatever_the_number_of_rows():
     torch.testing.assert_close(caches[0].layers, caches[1].layers, atol=1e-5, rtol=1e-5)
 
 
-# -- saved prompts --------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Saved prompts
 
 def test_the_script_saves_a_prompt_and_goes_on_from_it_later(tmp_path):
     start = ["sample.py", "--init=random", "--model_config=laptop", "--device=cpu", "--length=20"]
@@ -162,7 +163,8 @@ def test_a_prompt_cache_of_another_form_is_refused(cached, edit):
         load_prefix(path, model.config, mark)
 
 
-# -- the script -----------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# The script
 
 def run(monkeypatch, **settings):
     """The script in this process, of a small untrained model."""
@@ -247,7 +249,8 @@ def test_requests_are_checked_before_a_prompt_is_read_or_shown(monkeypatch, tmp_
     assert capsys.readouterr().out == ""
 
 
-# -- the terminal ---------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# The terminal
 
 class Terminal(io.StringIO):
     def isatty(self):

@@ -140,7 +140,8 @@ def test_names_of_nanogpt_lead_to_ours():
             configure(dict(settings), [f"--{name}=1"])
 
 
-# -- of a model and of a training -----------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Of a model and of a training
 
 def test_sequences_and_blocks_of_the_wrong_length_are_refused_in_a_sentence():
     with pytest.raises(UserError, match="whole blocks"):

@@ -269,7 +269,8 @@ def test_question_sets_come_from_the_hub_as_parquet(tmp_path, monkeypatch):
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["arc_easy.jsonl", "meta.json"]
 
 
-# -- stopped, and started again -------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# Stopped, and started again
 
 def test_a_changed_text_is_not_taken_for_the_old_one(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [dict(text="I am teh king")])
