@@ -460,9 +460,9 @@ def main():
 
 if __name__ == "__main__":
     with script("sweep.py"):
-        for number in (signal.SIGTERM, signal.SIGHUP):          # as Ctrl-C; nohup ignores SIGHUP
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, signal.default_int_handler)
+        for _number in (signal.SIGTERM, signal.SIGHUP):         # as Ctrl-C; nohup ignores SIGHUP
+            if signal.getsignal(_number) != signal.SIG_IGN:
+                signal.signal(_number, signal.default_int_handler)
         try:
             configure(globals())
             main()
