@@ -2,7 +2,7 @@
 #     python data.py jsonl web/*.jsonl.zst --val held_out.jsonl.zst --tokenizer gpt2 --out data/web
 #     python -m tools.sweep config/sweep/web_87m.py
 # A step has 16 x 8192 tokens: 1,000 steps are 131.1M tokens. The learning rate, 2e-3, is in the paper's grid too; its
-# neighbours are tried at the same length, and 1e-3 is as good or better. On two H200s each seed takes a quarter of an
+# neighbours are tried at the same length, and 1e-3 did as well. On two H200s each seed takes a quarter of an
 # hour, everything an hour and a half. With more time, raise max_iters. Every model first stays on a plateau, and its
 # result depends on how long. Large initial embeddings shorten it; but with them full-sequence attention does not leave
 # it, so it starts from 0.02 (docs/results.md, Quality at equal tokens).
