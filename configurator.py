@@ -93,11 +93,11 @@ def find_config(path):
     a file in config/. Raises UserError, with the names in config/, if there is no such file."""
     root = os.path.dirname(os.path.abspath(__file__))
     for found in (path, os.path.join(root, path), os.path.join(root, "config", f"{path}.py")):
-        if os.path.isfile(found):
+        if found.endswith(".py") and os.path.isfile(found):     # a checkpoint may be named by mistake: never run it
             return found
     known = sorted(name[:-3] for name in os.listdir(os.path.join(root, "config")) if name.endswith(".py"))
-    raise UserError(f"config file {path} does not exist; config/ has {', '.join(known)}; a setting is written "
-                    f"--name=value")
+    why = "is no .py file" if os.path.exists(path) else "does not exist"
+    raise UserError(f"config file {path} {why}; config/ has {', '.join(known)}; a setting is written --name=value")
 
 
 def run_config(path, settings):

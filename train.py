@@ -198,6 +198,8 @@ def check_settings():
     if warmup_iters >= max_iters:
         raise UserError(f"warmup_iters must be below max_iters ({max_iters}), but is {warmup_iters}; "
                         f"add --warmup_iters=0")
+    if eval_only and not (resume or init_from):
+        raise UserError("eval_only validates a trained model; add --resume or --init_from=CHECKPOINT")
     if not out_dir:
         raise UserError("out_dir is empty; name a folder for checkpoints and the log")
     for name, what in (("ckpt.pt", "add --resume to continue it"), ("log.jsonl", "move it away")):
@@ -297,6 +299,7 @@ def main():
     config = ModelConfig(vocab_size=VOCABULARY[tokenizer], **shape)
     train_data, val_data = open_data(parallel, say)
     val = val_data.sequences(seq_len, eval_sequences)       # (n, s)
+    n_bytes = int(val_data.sequence_bytes(seq_len, eval_sequences).sum())     # fails here if GPT-2's files are missing
 
     # 2. Model and optimizer.
     torch.manual_seed(seed)
@@ -441,7 +444,6 @@ def main():
     val_loss = validate() if val_loss is None else val_loss
     if val_loss is None:
         return end()
-    n_bytes = int(val_data.sequence_bytes(seq_len, eval_sequences).sum())
     bpb = bits_per_byte(val_loss, val.numel(), n_bytes)
     say(f"trained in {tqdm.format_interval(time.time() - started)}; validation NELBO {val_loss:.4f} nats per token, "
         f"perplexity {math.exp(min(val_loss, 700)):.2f}, {bpb:.3f} bits per byte")

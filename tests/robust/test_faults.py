@@ -21,6 +21,7 @@ from checkpoint import load_checkpoint, save_checkpoint
 from configurator import UserError
 from conftest import (EIGHT_STEPS, ROOT, TINY, Child, free_port, make_model, read_log, run_train, script,
                       signals_put_back, start_ranks)
+from data import TokenData
 from files import misfit, write_file
 from parallel import ShardedAdamW
 from train import Log
@@ -151,10 +152,20 @@ def test_a_lost_process_ends_the_others_with_a_sentence(corpus, tmp_path):
 def test_eval_only_prints_the_validation_and_writes_nothing(corpus, trained, tmp_path, capsys):
     before, none = {path: path.stat().st_mtime_ns for path in Path(trained).iterdir()}, tmp_path / "none"
     for argv, loss in (([f"--out_dir={trained}", "--resume"], f"{read_log(trained)[-1]['val_loss']:.4f} nats"),
-                       ([f"--out_dir={none}"], "")):
+                       ([f"--out_dir={none}", f"--init_from={trained}"], "")):
         run_train([*TINY, f"--data={corpus}", *argv, "--eval_only"])
         assert f"validation {loss}" in capsys.readouterr().out.splitlines()[-1]
     assert before == {path: path.stat().st_mtime_ns for path in Path(trained).iterdir()} and not none.exists()
+
+
+def test_what_the_last_lines_need_is_missed_before_the_first_step(corpus, tmp_path, monkeypatch):
+    """The bytes of GPT-2 tokens need GPT-2's files, which a machine without a network may lack."""
+    def missing(*_):
+        raise UserError("GPT-2's BPE files cannot be downloaded")
+    monkeypatch.setattr(TokenData, "sequence_bytes", missing)
+    with pytest.raises(UserError, match="BPE"):
+        run_train([*TINY, f"--data={corpus}", f"--out_dir={tmp_path / 'out'}"])
+    assert not (tmp_path / "out").exists()
 
 
 def test_when_nobody_reads_on_training_saves_and_ends(corpus, tmp_path):

@@ -45,6 +45,7 @@ def test_a_value_is_read_in_the_type_of_its_setting():
     (["--resume=1"], "true or false"),
     (["--max_iters"], "needs a value"),
     (["nowhere.py"], "does not exist"),
+    ([str(ROOT / "README.md")], "README.md is no .py file; config/ has .*a setting is written --name=value"),
     (["--_private=1"], "no setting"),
     (["--main=1"], "no setting")])
 def test_mistakes_are_one_sentence_with_the_nearest_name(argv, message):
@@ -176,6 +177,7 @@ def test_attention_only_models_need_no_geometry_of_mamba():
 @pytest.mark.parametrize("argv, message", [
     (["--batch_size=4", "--micro_batch_size=3"], "must divide the 4 sequences"),
     (["--tokenizer=gpt4"], "tokenizer must be one of bytes, gpt2"),
+    (["--eval_only"], "add --resume or --init_from"),
     (["--warmup_iters=4"], r"warmup_iters must be below max_iters \(4\), but is 4; add --warmup_iters=0"),
     (["--dtype=bf16"], "one of auto, float32, bfloat16"),
     (["--kernels=triton"], "kernels must be one of auto, torch, mamba_ssm, but is 'triton'"),
