@@ -72,6 +72,8 @@ def writing(path, advice, errors=OSError):
     except errors as error:
         if isinstance(error, BrokenPipeError):          # from printing to a closed pipe, not from the file
             raise
+        if isinstance(error.__context__, OSError) and not isinstance(error, OSError):
+            error = error.__context__                   # behind the RuntimeError of torch.save on a full disk
         if getattr(error, "errno", None) in NO_ROOM:
             advice = f"make room and try again, or {advice}"
         why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
@@ -112,7 +114,7 @@ def write_file(path, content, advice="copy the results from the screen"):
         return
     # No link that somebody else put there is followed: the name is random, and mode "x" fails if the file exists.
     temporary = f"{path}.{secrets.token_hex(4)}.tmp"
-    with writing(path, advice, (OSError, RuntimeError)):  # torch.save raises a RuntimeError on a full disk
+    with writing(path, advice, (OSError, RuntimeError)):  # torch.save raises the latter, see `writing`
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             with open(temporary, "xb") as f:

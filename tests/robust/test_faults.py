@@ -284,6 +284,13 @@ def test_a_failed_save_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
 
 
 @needs_dev_full
+def test_a_disk_that_is_full_inside_torch_save_is_called_full(tmp_path, monkeypatch):
+    monkeypatch.setattr("files.open", lambda *_: open("/dev/full", "wb"), raising=False)
+    with pytest.raises(UserError, match=r"cannot be written \(No space left on device\); make room and try again, or"):
+        save_checkpoint(str(tmp_path / "ckpt.pt"), make_model("mamba_h"), step=1)
+
+
+@needs_dev_full
 def test_a_line_of_the_log_that_cannot_be_written_does_not_end_training(tmp_path, capsys):
     log = Log(str(tmp_path / "log.jsonl"), 0, True)
     log.write(dict(step=1))
