@@ -47,7 +47,7 @@ CHECKPOINT = {
         type(value) is ModelConfig.__annotations__.get(name) for name, value in config.items()),
     "?tokenizer": str, "?settings": {"?data": str, "?learning_rate": (int, float)}, "?step": range(2 ** 62),
     "?optimizer": {"step": range(2 ** 62), "*": {"exp_avg": is_tensor, "exp_avg_sq": is_tensor}},
-    "?losses": [float], "?skipped": range(2 ** 62)}
+    "?losses": [float], "?skipped": range(2 ** 62), "?text": (str, type(None))}
 PREFIX = {
     "format": re.compile("nanobdlm-prefix-2"), "fingerprint": str,
     "tokens": lambda x: isinstance(x, torch.Tensor) and x.dtype == torch.int64 and x.dim() == 1,

@@ -218,15 +218,19 @@ def open_data(parallel, say):
     return [TokenData(data, split, tokenizer) for split in ("train", "val")]
 
 
-def continue_run(path, model, optimizer, settings, say):
-    """Loads the checkpoint of an earlier run of the same model. Returns its number of steps, the losses since the last
-    line of the log (part of the mean in the next line), and the number of skipped steps."""
+def continue_run(path, model, optimizer, settings, text, say):
+    """Loads the checkpoint of an earlier run of the same model. text: the sha256 of the training text. Returns its
+    number of steps, the losses since the last line of the log (part of the mean in the next line), and the number of
+    skipped steps."""
     record = load_checkpoint(path, "optimizer", "settings", "step")
     config, saved = vars(model.config), vars(ModelConfig(**record["config"]))  # a newer field has its default there
     if saved != config:
         changed = [f"{k}={v}" for k, v in saved.items() if v != config[k]]
         raise UserError(f"{path} was trained with {', '.join(changed)}; add these settings, or begin another run with "
                         f"its weights by --init_from={path} --out_dir=FOLDER")
+    if record["settings"].get("data") == data and record.get("text") not in (None, text) and not eval_only:
+        raise UserError(f"{data} holds another training text than when {path} was saved; prepare the former again, or "
+                        f"begin another run with its weights by --init_from={path} --out_dir=FOLDER")
     watched = ("seed batch_size data max_iters learning_rate warmup_iters min_lr weight_decay beta1 beta2 grad_clip "
                "eval_sequences eval_samples dtype")
     changed = [k for k in watched.split() if record["settings"].get(k) != settings[k]]
@@ -298,6 +302,7 @@ def main():
     shape = {f: settings[f] for f in ModelConfig.__dataclass_fields__ if f in settings}
     config = ModelConfig(vocab_size=VOCABULARY[tokenizer], **shape)
     train_data, val_data = open_data(parallel, say)
+    text = train_data.meta["splits"]["train"].get("sha256")
     val = val_data.sequences(seq_len, eval_sequences)       # (n, s)
     n_bytes = int(val_data.sequence_bytes(seq_len, eval_sequences).sum())     # fails here if GPT-2's files are missing
 
@@ -312,7 +317,7 @@ def main():
     bad_steps = 0                                           # steps in a row that were not finite
     val_loss = None                                         # after the last step that was validated
     if resume:
-        step, losses, skipped = continue_run(path, model, optimizer, settings, say)
+        step, losses, skipped = continue_run(path, model, optimizer, settings, text, say)
     elif master and not eval_only:
         with writing(out_dir, "choose another --out_dir"):
             os.makedirs(out_dir, exist_ok=True)
@@ -352,7 +357,7 @@ def main():
         state = optimizer.state_dict() if good else None
         if good and master:
             save_checkpoint(path, model, step=step, optimizer=state, tokenizer=tokenizer, settings=settings,
-                            losses=losses, skipped=skipped)
+                            losses=losses, skipped=skipped, text=text)
         return good
 
     def end():

@@ -386,7 +386,8 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_and_reading_never_runs_code(
     (lambda r: r.pop("optimizer"), "record has no optimizer"),
     (lambda r: r.update(optimizer={}), "record.optimizer has no step"),
     (lambda r: r.update(step=-1), "record.step is -1"),
-    (lambda r: r.update(losses="none"), "record.losses is 'none'")])
+    (lambda r: r.update(losses="none"), "record.losses is 'none'"),
+    (lambda r: r.update(text="0" * 64), "another training text than when .* was saved; prepare the former again, or")])
 def test_a_checkpoint_of_another_form_is_not_resumed(corpus, trained, tmp_path, edit, message):
     change_checkpoint(trained, tmp_path, edit)
     with pytest.raises(UserError, match=message):
@@ -394,7 +395,7 @@ def test_a_checkpoint_of_another_form_is_not_resumed(corpus, trained, tmp_path, 
 
 
 def test_checkpoints_of_earlier_versions_are_resumed(corpus, trained, tmp_path):
-    change_checkpoint(trained, tmp_path, lambda r: [r.pop(key) for key in ("losses", "skipped")])
+    change_checkpoint(trained, tmp_path, lambda r: [r.pop(key) for key in ("losses", "skipped", "text")])
     run_train(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", "--resume", "--max_iters=9"])
     assert load_checkpoint(str(tmp_path / "ckpt.pt"))["step"] == 9
 
