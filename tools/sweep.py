@@ -399,11 +399,18 @@ def picture(results, path, repetitions=()):
     fig.savefig(path, dpi=130)
 
 
+def settings_of_eval():
+    """The settings of eval.py with eval_settings."""
+    return configure(settings_of(vars(evaluation)), [f"--{word}" for word in words_of(eval_settings)])
+
+
 def check_settings():
     """Raises UserError for wrong settings before any run starts."""
     check(globals(), least=dict(gpus_per_run=1, runs_per_gpu=1))
     check_names(globals(), "runs", "draw")
-    configure(settings_of(vars(evaluation)), [f"--{word}" for word in words_of(eval_settings)])
+    if own := {word.partition("=")[0] for word in words_of(eval_settings)} & {"checkpoint", "out"}:
+        raise UserError(f"eval_settings: every run has its own {own.pop()}; leave this setting out")
+    settings_of_eval()
     check_file("table", table, rb'\{\s*"runs"')
     check_picture("figure", figure)
 
@@ -419,7 +426,10 @@ def train_and_evaluate():
     for run in every:
         if run.settings["data"] == "data/stdlib":
             prepare_stdlib()                            # once here; else all runs would prepare it at the same time
-        TokenData(run.settings["data"], "train", run.settings["tokenizer"])
+        s, scored = run.settings, settings_of_eval()
+        TokenData(s["data"], "train", s["tokenizer"])
+        for folder in scored["data"] or [s["data"]]:
+            TokenData(folder, "val", s["tokenizer"]).n_windows(scored["seq_len"] or s["seq_len"])
     with locked(out_dir, "choose another out_dir"):
         for run in every:
             run.claim()

@@ -115,12 +115,14 @@ def test_what_is_done_is_not_done_again_and_other_settings_are_refused(swept, co
     (["--runs=['a \"b']"], "cannot be split"),
     (["--runs_per_gpu=0"], "at least 1"),
     (["--eval_settings=mcc=1"], "no setting 'mcc'"),
+    (["--eval_settings=out=e.json"], "eval_settings: every run has its own out; leave this setting out"),
+    (["--runs=['{config}']", "--eval_settings=data=nowhere"], "nowhere holds no prepared data"),
     (["--table=/dev/null/t.json"], "cannot be written"),
     (["--figure=/x/../"], "must end in .png"),
     (["--figure=/dev/null/x.png"], "cannot be written")])
-def test_what_cannot_work_is_refused_before_any_run(tmp_path, argv, message):
+def test_what_cannot_work_is_refused_before_any_run(config, tmp_path, argv, message):
     with pytest.raises(UserError, match=message):
-        run(f"--out_dir={tmp_path}/out", *argv)
+        run(f"--out_dir={tmp_path}/out", *(word.format(config=config) for word in argv))
     assert not (tmp_path / "out").exists()
 
 
