@@ -220,6 +220,8 @@ def script(name):
         print(f"{name}: stopped", file=sys.stderr)
         sys.exit(130)
     except OSError as error:
+        if error.errno is None:                         # of a library, for example the hub's without a network
+            sys.exit(f"{name}: {type(error).__name__}: {error}")
         if error.filename is None:                      # the error is that of stdout
             mute()
         if isinstance(error, BrokenPipeError):          # for example in `python sample.py | head`

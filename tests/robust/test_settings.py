@@ -94,7 +94,8 @@ def test_bounds_and_choices_name_the_setting_and_what_it_may_be():
 
 
 def test_a_script_ends_in_one_sentence(capsys, tmp_path):
-    for error, status in ((UserError("a"), "x.py: a"), (KeyboardInterrupt(), 130)):
+    for error, status in ((UserError("a"), "x.py: a"), (KeyboardInterrupt(), 130),
+                          (ConnectionError("no hub"), "x.py: ConnectionError: no hub")):        # not of stdout
         with pytest.raises(SystemExit) as ended, configurator.script("x.py"):
             raise error
         assert ended.value.code == status
