@@ -560,6 +560,8 @@ def prepare_text(args, argv):
         origin, revision = "local files", ""
         if not sources:
             raise UserError("no files: name some, as in python data.py jsonl PATH... --out DIR")
+        if not args.paths:
+            print("data.py: no training text, only validation text: training files come before --val", file=sys.stderr)
     else:
         sources, origin, revision = hub_sources(args.command, args.out, args.local)
         budget = args.tokens if args.command == "dclm" else args.sequences * args.seq_len

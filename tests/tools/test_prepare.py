@@ -118,6 +118,12 @@ def test_a_source_that_ends_before_the_budget_is_told(tmp_path):
     assert status == 0 and "asked for" not in error
 
 
+def test_a_folder_without_training_text_is_told(tmp_path):
+    texts = write_jsonl(tmp_path / "a.jsonl", documents(TEXTS))
+    status, _, error = script("data.py", "jsonl", "--tokenizer=bytes", "--out", tmp_path / "out", "--val", texts)
+    assert status == 0 and "no training text, only validation text: training files come before --val" in error
+
+
 class GatedRepoError(Exception):
     pass
 
