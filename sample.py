@@ -452,6 +452,7 @@ def main():
             save_prefix(save_cache, prefix, model_fingerprint)
         # A full-sequence model has one long block, so its progress is shown after steps.
         on_step = printer.step if watch or (printer.live and c.full_sequence) else None
+        called = time.time()
         out = generate(model, [tokens] * num_samples, length, sampler, new_engine, stop_token, printer.block, on_step,
                        prefix, printer.read, suffix_tokens)
     finally:                                            # an interrupt or an error loses nothing of any row
@@ -460,7 +461,7 @@ def main():
     print(f"{n_generated} tokens in {out.seconds:.2f} s: {n_generated / out.seconds:.1f} tokens/s, "
           f"{out.forward_passes} forward passes, cache {out.cache_bytes / 2**20:.2f} MiB\n"
           f"before that: imports {imported - STARTED:.1f} s, opening the model {opened - imported:.1f} s, "
-          f"preparing steps and reading the prompt {out.start_seconds:.1f} s", file=sys.stderr)
+          f"preparing steps and reading the prompt {called - opened + out.start_seconds:.1f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 terminal shows."""
 import io
 import os
+import re
 import runpy
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -264,6 +266,12 @@ def test_reading_a_long_prompt_shows_a_bar(monkeypatch, tmp_path, capsys):
     seen = sys.stderr.getvalue()
     assert "reading the prompt" in seen and "4.10k/4.50k [00:" in seen
     assert capsys.readouterr().out.startswith("a" * 4500)
+
+
+def test_the_printed_times_include_reading_a_prompt_that_is_saved(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sample, "save_prefix", lambda *_: time.sleep(0.4))
+    run(monkeypatch, prompt="a" * 40, save_cache=str(tmp_path / "cache"))
+    assert float(re.search(r"reading the prompt (\S+) s", capsys.readouterr().err)[1]) >= 0.4
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, torch.OutOfMemoryError])
