@@ -28,8 +28,8 @@ import types
 from tqdm import tqdm                   # the progress bar of all scripts, which import it from here
 
 # Names in nanoGPT and in other programs, for the hint after an unknown name.
-OTHER_NAMES = dict(start="prompt", max_new_tokens="length", block_size="seq_len", n_embd="d_model", dataset="data",
-                   lr_decay_iters="max_iters", eval_iters="eval_sequences", order="decoder",
+OTHER_NAMES = dict(start="prompt", lr="learning_rate", max_new_tokens="length", block_size="seq_len",
+                   n_embd="d_model", dataset="data", lr_decay_iters="max_iters", eval_iters="eval_sequences", order="decoder",
                    settings="train_settings", gradient_accumulation_steps="micro_batch_size")
 PLAIN = (bool, int, float, str, list, tuple)            # types of the values that a setting can have
 
@@ -48,16 +48,14 @@ def settings_of(namespace):
             if not k.startswith("_") and not k.isupper() and isinstance(v, PLAIN)}
 
 
-def check_name(name, settings, where):
-    """Raises UserError, with the most similar settings, if `name` is not a setting. where: the file or "command
-    line", for the message."""
+def check_name(name, settings, where, advice=""):
+    """Raises UserError, with the most similar settings and `advice`, if `name` is not a setting. where: the file or
+    "command line", for the message."""
     if name not in settings:
         other = OTHER_NAMES.get(name)
         near = [other] if other in settings else difflib.get_close_matches(name, settings, n=2, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all settings"
-        if where != "command line":
-            hint += "; the name of a helper variable begins with _"
-        raise UserError(f"{where}: there is no setting '{name}'; {hint}")
+        raise UserError(f"{where}: there is no setting '{name}'; {hint}{advice}")
 
 
 def fit(name, value, default, where):
@@ -130,11 +128,12 @@ def print_help(namespace, settings):
         print(f"  --{name + ' = ' + repr(value):<34}  {meanings.get(name, '')}".rstrip())
 
 
-def configure(namespace, argv=None):
+def configure(namespace, argv=None, where="command line"):
     """
     Overrides the settings in `namespace`, a module's globals(), by config files and flags, in the order
     given. argv: list of str, by default sys.argv[1:]. Returns the final settings as a dict. Raises
-    UserError for unknown names and wrong types. --help prints the settings and exits with status 0.
+    UserError for unknown names and wrong types; `where` tells where argv comes from. --help prints the
+    settings and exits with status 0.
     """
     settings = settings_of(namespace)
     words = list(sys.argv[1:] if argv is None else argv)
@@ -144,23 +143,25 @@ def configure(namespace, argv=None):
         raise SystemExit(0)
     while words:
         word = words.pop(0)
+        if re.match("-[^-]", word):
+            raise UserError(f"{where}: {word} begins with one dash; a setting takes two: -{word}")
         if not word.startswith("--"):
             for name, value in run_config(word, settings).items():
-                check_name(name, settings, word)
+                check_name(name, settings, word, "; the name of a helper variable begins with _")
                 settings[name] = fit(name, value, settings[name], word)
             continue
         name, equals, text = word[2:].partition("=")
         name = name.replace("-", "_")
-        check_name(name, settings, "command line")
+        check_name(name, settings, where)
         if not equals:                              # `--name value`; or, for a bool, `--name` alone, which is true
             if isinstance(settings[name], bool) and (not words or words[0].lower() not in ("true", "false")):
                 text = "true"
-            elif words:
+            elif words and not words[0].startswith("--"):
                 text = words.pop(0)
             else:
-                raise UserError(f"command line: --{name} needs a value")
+                raise UserError(f"{where}: --{name} needs a value, as in --{name}=VALUE")
         value = parse_value(text, settings[name])
-        settings[name] = fit(name, value, settings[name], "command line")
+        settings[name] = fit(name, value, settings[name], where)
     namespace.update(settings)
     if argv is None:
         # torch.compile copies argv, without escaping, into the code that it generates: a quote would break it.

@@ -579,6 +579,8 @@ def main(argv):
     with script("data.py"):
         check_words(argv)
         args = parse_arguments(argv)
+        if (local := getattr(args, "local", None)) and not Path(local).is_dir():
+            raise UserError(f"--local is {local}, which is no folder; name one that holds a copy of the hub's files")
         if args.command == "stdlib":
             meta = prepare_stdlib(args.out)             # an existing folder is kept, whatever it holds
             if meta.get("source") != "Python's standard library":

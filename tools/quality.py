@@ -118,8 +118,10 @@ def compare():
                         f"is {n_prompts}; lower n_prompts")
     opened = [(path, *evaluation.open_checkpoint(path, dev)) for path in checkpoints]
     for path, model, theirs, _ in [*opened, (judge, judge_model, tokenizer, None)]:
-        if model.config.full_sequence or theirs.name != tokenizer.name:
-            raise UserError(f"{path} must be a block model with the judge's tokenizer, {tokenizer.name}")
+        if model.config.full_sequence:
+            raise UserError(f"{path} must be a block model, but is a full-sequence model; name another")
+        if theirs.name != tokenizer.name:
+            raise UserError(f"{path} has {theirs.name} tokens and the judge {tokenizer.name} tokens; name another")
     kinds = [about["model"] for *_, about in opened]
     for decoder in decoders:                            # a wrong name fails here, before any work
         make_sampler(decoder, [0], 0)

@@ -83,7 +83,7 @@ class Run:
         self.folder = os.path.join(out_dir, re.sub(r"[^\w.+-]", "-", self.name.replace(" ", "+")))
         words = {word.partition("=")[0]: word for word in [*words_of(train_settings), *own]}
         self.words = [self.file, *(f"--{word}" for word in words.values())]
-        self.settings = s = configure(settings_of(vars(train)), self.words)
+        self.settings = s = configure(settings_of(vars(train)), self.words, f"run {line!r}")
         # Runs are compared by `base`: their config file and, if its name does not say it, their model.
         model = kind_of(s["attn_every"] > 1, s["block_len"] == s["seq_len"])
         self.base = file if model_in(file) == model else f"{file} {model}"
@@ -401,7 +401,7 @@ def picture(results, path, repetitions=()):
 
 def settings_of_eval():
     """The settings of eval.py with eval_settings."""
-    return configure(settings_of(vars(evaluation)), [f"--{word}" for word in words_of(eval_settings)])
+    return configure(settings_of(vars(evaluation)), [f"--{word}" for word in words_of(eval_settings)], "eval_settings")
 
 
 def check_settings():
@@ -411,6 +411,7 @@ def check_settings():
     if own := {word.partition("=")[0] for word in words_of(eval_settings)} & {"checkpoint", "out"}:
         raise UserError(f"eval_settings: every run has its own {own.pop()}; leave this setting out")
     settings_of_eval()
+    configure(settings_of(vars(train)), [f"--{word}" for word in words_of(train_settings)], "train_settings")
     check_file("table", table, rb'\{\s*"runs"')
     check_picture("figure", figure)
 

@@ -128,6 +128,7 @@ def test_a_blank_line_is_no_document(tmp_path):
     (["show", "data/dclm"], "run python data.py dclm --tokens 5e9 --out data/dclm"),
     (["c4", "--local", ".", "--out", "out"], "no file that matches"),
     (["mcqa", "--local", ".", "--out", "out"], "no folder named"),
+    (["mcqa", "--local", "nowhere", "--out", "out"], "--local is nowhere, which is no folder; name one"),
 ])
 def test_a_mistake_is_one_sentence_and_status_1(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)

@@ -1,5 +1,6 @@
 """tools/quality.py: decoders of block models side by side, scored by a judge."""
 import json
+import types
 
 import numpy as np
 import pytest
@@ -71,4 +72,12 @@ def test_what_cannot_be_compared_is_a_sentence(models, monkeypatch, change, mess
     for name, value in change.items():
         monkeypatch.setattr(quality, name, value)
     with pytest.raises(UserError, match=message):
+        quality.main()
+
+
+def test_a_model_of_other_tokens_than_the_judge_is_named(models, monkeypatch):
+    opened, gpt2 = evaluation.open_checkpoint, types.SimpleNamespace(name="gpt2")
+    monkeypatch.setattr(evaluation, "open_checkpoint", lambda path, dev: [
+        gpt2 if path.endswith("/b") and i == 1 else part for i, part in enumerate(opened(path, dev))])
+    with pytest.raises(UserError, match="b has gpt2 tokens and the judge bytes tokens; name another"):
         quality.main()
