@@ -402,10 +402,11 @@ def print_result(result):
 
 def print_paper_table(results):
     """Prints all checkpoints in one table, in the layout of tab:validation-87m-full, with the paper's figures beside
-    ours."""
+    ours. Checkpoints of the same model go by their paths."""
+    kinds = [r["model"] for r in results]
     theirs = [paper.RESULTS.get(r["model"], {}) for r in results]
-    columns = [("model", [r["model"] for r in results]), ("LR", [r["lr"] for r in results]),
-               ("paper", [p.get("lr") for p in theirs])]
+    columns = [("model", [r["model"] if kinds.count(r["model"]) == 1 else r["checkpoint"] for r in results]),
+               ("LR", [r["lr"] for r in results]), ("paper", [p.get("lr") for p in theirs])]
     for folder in dict.fromkeys(folder for r in results for folder in r["text"]):
         name, ours = Path(folder).name, [r["text"].get(folder, {}) for r in results]
         for i, (key, label) in enumerate(dict(ppl="PPL", bpb="BPB", acc="acc").items()):

@@ -87,6 +87,8 @@ def test_the_paper_is_beside_a_checkpoint_of_its_shape(capsys):
     head, first, second = capsys.readouterr().out.strip().splitlines()[1:]
     assert first.split() == "mamba_h_87m 0.008 0.008 60.00 +- 1.00 61.59 1.20 1.3 12.00 11.92".split()
     assert second.split() == "mamba_h 0.008 - 60.00 +- 1.00 - 1.20 - 12.00 -".split()
+    evaluation.print_paper_table([dict(results[0], checkpoint=path) for path in ("out/a", "out/b")])      # two of one
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-2:]] == ["out/a", "out/b"]
 
 
 def test_everything_of_two_checkpoints_comes_as_tables_and_one_json_line(corpus, checkpoints, tmp_path):
