@@ -310,7 +310,7 @@ def main(words):
     if not settings["to"]:
         raise UserError("to is empty; name a new folder, as in --to=folder")
     export(words[1], settings["to"], settings["dtype"])
-    print(f"{settings['to']} holds {', '.join(EXPORT)}; python sample.py --checkpoint={settings['to']}")
+    print(f"{settings['to']} holds {', '.join(EXPORT)}; python sample.py --checkpoint={settings['to']}/{WEIGHTS}")
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ import types
 from tqdm import tqdm                   # the progress bar of all scripts, which import it from here
 
 # Names in nanoGPT and in other programs, for the hint after an unknown name.
-OTHER_NAMES = dict(start="prompt", lr="learning_rate", max_new_tokens="length", block_size="seq_len",
-                   n_embd="d_model", dataset="data", lr_decay_iters="max_iters", eval_iters="eval_sequences", order="decoder",
+OTHER_NAMES = dict(start="prompt", max_new_tokens="length", block_size="seq_len", n_embd="d_model", dataset="data",
+                   lr="learning_rate", lr_decay_iters="max_iters", eval_iters="eval_sequences", order="decoder",
                    settings="train_settings", gradient_accumulation_steps="micro_batch_size")
 PLAIN = (bool, int, float, str, list, tuple)            # types of the values that a setting can have
 

@@ -73,7 +73,7 @@ def get_tokenizer(name):
             "bytes", pat_str=r"[\s\S]", mergeable_ranks={bytes([i]): i for i in range(256)},
             special_tokens={"<|endoftext|>": 256, "<|mask|>": 257})
     if name != "gpt2":
-        raise UserError(f"there is no tokenizer {name!r}: choose bytes or gpt2")
+        raise UserError(f"there is no tokenizer {name!r}: choose {' or '.join(VOCABULARY)}")
     try:
         base = tiktoken.get_encoding("gpt2")
     except Exception as error:      # network, proxy and disk raise many types of errors

@@ -286,8 +286,9 @@ def check_settings():
 def tokenizer_of(model, name, path):
     """The tokenizer of that name. Raises UserError if its token ids are not the model's. path: for the message."""
     if VOCABULARY.get(name) != model.config.vocab_size:
+        known = " and ".join(f"{size} for {each}" for each, size in VOCABULARY.items())
         raise UserError(f"{path} has {model.config.vocab_size} token ids, not those of its tokenizer, {name}; "
-                        f"vocab_size must be 258 for bytes and 50258 for gpt2")
+                        f"vocab_size must be {known}")
     return get_tokenizer(name)
 
 

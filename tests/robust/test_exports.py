@@ -73,6 +73,11 @@ def test_config_and_card_say_what_the_model_is_and_no_more(saved):
         assert word in card
 
 
+def test_the_printed_command_reads_the_export_even_beside_a_checkpoint(saved):
+    status, printed, error = script("checkpoint.py", "export", saved[0], f"--to={saved[0]}")
+    assert status == 0 and printed.endswith(f" python sample.py --checkpoint={saved[0]}/{WEIGHTS}\n"), error
+
+
 def test_eval_knows_of_an_export_what_it_knows_of_a_checkpoint(saved):
     theirs, ours = (evaluation.open_checkpoint(path, "cpu")[2] for path in (saved[0], exported(saved)))
     assert ours.pop("checkpoint") != theirs.pop("checkpoint") and ours.pop("sha256") != theirs.pop("sha256")
