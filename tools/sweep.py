@@ -424,10 +424,11 @@ def train_and_evaluate():
         raise UserError("there are no runs; name a file that lists some, such as config/sweep/laptop.py")
     if twice := {folder for folder in folders if folders.count(folder) > 1}:
         raise UserError(f"two runs would write {twice.pop()}; give them different settings")
+    scored = settings_of_eval()
     for run in every:
-        if run.settings["data"] == "data/stdlib":
+        s = run.settings
+        if s["data"] == "data/stdlib":
             prepare_stdlib()                            # once here; else all runs would prepare it at the same time
-        s, scored = run.settings, settings_of_eval()
         TokenData(s["data"], "train", s["tokenizer"])
         for folder in scored["data"] or [s["data"]]:
             TokenData(folder, "val", s["tokenizer"]).n_windows(scored["seq_len"] or s["seq_len"])
