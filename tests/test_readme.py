@@ -107,6 +107,9 @@ def test_the_results_are_those_of_the_json_files_and_of_the_paper():
         assert (first, short) == (name, ", ".join(f"{e['ppl']:.0f}" for e in seeds))
         figures = ", ".join(f"{e['ppl']:.0f} ± {e['ppl_se']:.0f}" for e in longer)
         assert long == f"{figures} ({RESULTS[f'{kind}_87m']['c4'][0]:.1f})"
+        other, = (run["eval"] for run in rows("web_262m") if run["base"] == f"{kind}_87m" and
+                  "learning_rate=1e-3" in run["name"])
+        assert f"{name.removeprefix('full-sequence ')} {other['ppl']:.0f} ± {other['ppl_se']:.0f}" in README
         speed, = (r["tok_per_s"] for r in rows("train") if r["config"] == f"{kind}_350m")
         assert training == f"{speed:,.0f} ({TRAIN[kind] / 8:,.0f})"
         speeds = {r["length"]: r["tok_per_s"] for r in rows(f"sample_{kind}")}

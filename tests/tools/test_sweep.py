@@ -220,7 +220,7 @@ def test_of_settings_given_twice_the_later_wins_and_values_may_hold_spaces(confi
         sweep.Run(f"{config} sead=1")
 
 
-@pytest.mark.parametrize("name, n_runs", [("87m", 20), ("laptop", 29), ("web_87m", 24)])
+@pytest.mark.parametrize("name, n_runs", [("87m", 20), ("laptop", 29), ("web_87m", 30)])
 def test_the_sweeps_of_config_name_configs_and_settings_that_exist(name, n_runs, monkeypatch):
     monkeypatch.chdir(ROOT)
     configure(vars(sweep), [f"config/sweep/{name}.py"])
