@@ -59,22 +59,18 @@ def sequence_nelbo(model, x0, is_masked, t):
     return parts.new_zeros(len(x0), 3).index_add(0, row, parts)                # (b, 3): sums over each sequence
 
 
-def nelbo_sums(model, x, parallel, autocast, seed, mc, stratified=False, batch_size=8, signals=None):
+def nelbo_sums(model, x, parallel, autocast, seed, mc, stratified=False, batch_size=8, terse=False):
     """
     sequence_nelbo of every sequence of x (n, s), for mc noise samples: float64 (n, mc, 3). Only this rank's sequences
     are filled in, the others stay zero, so the caller sums over ranks. Noise is a function of (seed, sequence, sample).
 
     autocast: a function that returns the context in which the model runs. stratified: the t of sample j comes from the
-    j-th of mc equal parts of its range. signals: those that train.py has received. With one process, a
-    signal ends the work, and None is returned. With more, a signal is ignored here: a rank that ended alone would leave
-    the others waiting. If signals is given, even empty, the progress bar is terse.
+    j-th of mc equal parts of its range. terse: see `progress`.
     """
     sums = np.zeros((len(x), mc, 3))
     mine = range(parallel.rank, len(x), parallel.world)
-    with progress(parallel, "perplexity", len(mine) * mc * x.size(1), "tok", terse=signals is not None) as bar:
+    with progress(parallel, "perplexity", len(mine) * mc * x.size(1), "tok", terse=terse) as bar:
         for rows in batches(mine, batch_size):
-            if signals and parallel.world == 1:
-                return None
             x0 = x[list(rows)].to(parallel.device)
             for j in range(mc):
                 generators = noise_generators(seed, [(j << 32) | row for row in rows])  # a number for each (j, row)

@@ -333,16 +333,11 @@ def main():
     say(f"{train_data.n_tokens:,} training tokens | {batch_size} x {seq_len} tokens a step, "
         f"micro-batches: {len(micro_batches)} | {max_iters * batch_size * seq_len:,} tokens in all")
 
-    catch_signals(signals)
-
     def validate():
-        """The validation loss in nats per token after `step` steps. Logs it once for each step. None if a signal
-        interrupted it."""
+        """The validation loss in nats per token after `step` steps. Logs it once for each step."""
         sums = nelbo_sums(model.eval(), val, parallel, autocast, seed, eval_samples,
-                          batch_size=len(micro_batches[0]), signals=signals)
+                          batch_size=len(micro_batches[0]), terse=True)
         model.train()
-        if sums is None:
-            return None
         loss = parallel.sum([sums[..., 0].sum()])[0] / (eval_samples * val.numel())
         if step not in log.validated:
             if step:
@@ -379,13 +374,11 @@ def main():
     if ceiling:
         torch.cuda.reset_peak_memory_stats()                # of the measurement: the log reports the training's
         say(f"{flops / 1e12:.1f} TFLOP a step and GPU; MFU is relative to a measured {ceiling / 1e12:.0f} TFLOP/s")
-    # An interrupt during a validation leaves a checkpoint whose validation is not in the log: it is made now. Only
-    # rank 0 knows the log.
+    # A run that ended between a checkpoint and its validation left that out: it is made now. Only rank 0 knows the log.
     due = master and step and (step % eval_interval == 0 or step == max_iters) and step not in log.validated
     if parallel.sum([bool(due)])[0]:
         val_loss = validate()
-        if val_loss is None:
-            return end()
+    catch_signals(signals)
     started, train_s = time.time(), 0.0                     # train_s: seconds in steps since the last line of the log
     first_step = logged_step = step
     while step < max_iters:
@@ -431,24 +424,21 @@ def main():
             if ceiling:
                 say(f"the first step, in which kernels are compiled, took {time.time() - started:.0f} s")
             train_s, logged_step = 0.0, step
-        if step % eval_interval == 0 or step == max_iters:
-            val_loss = validate()
-            stopping = stopping or val_loss is None
-        if step % eval_interval == 0 or step == max_iters or stopping:
-            saved = save()
-            if not saved and step == max_iters:
+        # Saved first, validated then: a validation may take long, and a second Ctrl-C in it loses nothing.
+        at_interval = step % eval_interval == 0 or step == max_iters
+        if (at_interval or stopping) and not save():
+            if step == max_iters:
                 raise UserError(f"training ended in steps or weights that are not finite; lower learning_rate; "
                                 f"{last_checkpoint()}")
-            if not saved:
-                say(f"step {step} is not saved, because it or a weight is not finite; {last_checkpoint()}")
+            say(f"step {step} is not saved, because it or a weight is not finite; {last_checkpoint()}")
         if stopping:
             say(f"stopped at step {step}; {last_checkpoint()}")
             return end()
+        if at_interval:
+            val_loss = validate()
 
     # 5. The result: bits per byte beside what simple statistics of the text reach, and the picture.
     val_loss = validate() if val_loss is None else val_loss
-    if val_loss is None:
-        return end()
     bpb = bits_per_byte(val_loss, val.numel(), n_bytes)
     say(f"trained in {tqdm.format_interval(time.time() - started)}; validation NELBO {val_loss:.4f} nats per token, "
         f"perplexity {math.exp(min(val_loss, 700)):.2f}, {bpb:.3f} bits per byte")

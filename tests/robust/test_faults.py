@@ -41,8 +41,8 @@ def log_of(folder):
 @pytest.mark.parametrize("called, count, times", [
     ("nelbo_sums", 1, 3), ("nelbo_sums", 2, 1), ("learning_rate_at", 4, 1), ("learning_rate_at", 5, 1)])
 def test_a_run_that_was_interrupted_logs_the_bytes_of_one_that_was_not(corpus, trained, tmp_path, called, count, times):
-    """All but the times. The signal comes in the count-th call of a function: in a validation, the last one, a step
-    before one, a step after one. The first validation is interrupted again after each of two resumes."""
+    """All but the times. The signal comes in the count-th call of a function: in the first validation of a run and of
+    two resumes; in the last validation; in a step before one, which is then left to the resumed run; in one after."""
     argv = EIGHT_STEPS + [f"--data={corpus}", f"--out_dir={tmp_path}"]
 
     def patch(module):
