@@ -1,6 +1,6 @@
 """Writes text to disk as tokens, and reads windows of these tokens for training and evaluation.
 
-A prepared folder holds train.bin and val.bin, which are uint16 tokens and nothing else, with end-of-text after each
+A prepared folder holds train.bin, val.bin or both: uint16 tokens and nothing else, with end-of-text after each
 document; and meta.json, which is written last: a folder without it is unfinished. A folder of question sets holds one
 <task>.jsonl for each task instead.
 

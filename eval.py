@@ -363,8 +363,8 @@ def evaluate(path, parallel, use_bf16):
               f"{result['step']}, {tokenizer.name} tokens, sha256 {result['sha256'][:12]}")
     result["text"] = {folder: evaluate_text(model, tokenizer, folder, parallel, autocast) for folder in folders}
     if mcqa:
-        # Perplexity has run like train.py's validation: fp32 weights under autocast. Questions run like sample.py, with
-        # weights in the dtype of the cache and without autocast.
+        # Perplexity has run like train.py's validation: fp32 weights under autocast. Questions run like sample.py:
+        # weights are cast, and the cache has their dtype.
         cast_for_inference(model, torch.bfloat16 if use_bf16 else torch.float32)
         result["mcqa"] = evaluate_questions(model, tokenizer, parallel)
     return result

@@ -6,7 +6,7 @@ Mamba-2 hybrid) and block_len (seq_len: the whole sequence is one block). Equati
   in the code            meaning                                          in the paper
   x0, xt, t              clean tokens, noised tokens, noise level         b*, b_t, t
   clean, noisy           the two streams; only noisy tokens are scored    c^(k), b~_t^(k)
-  extend                 finished tokens read the cache and move it on    F_->(c), eq. boundary-state
+  extend                 finished tokens read the cache and are added     F_->(c), eq. boundary-state
   denoise                one noisy block reads it, never writes           eq. partial-reverse
   fwd, rev               the two scans of a Mamba layer, summed           F_->, F_<-, Eq. 11-13
   conv, ssm              the two parts of a Mamba boundary state          s_k
@@ -15,8 +15,8 @@ Mamba-2 hybrid) and block_len (seq_len: the whole sequence is one block). Equati
 In shapes: b sequences, s tokens of each, l tokens of a block, k = s / l blocks, d width, v vocabulary, h heads, e the
 width of an attention head, p that of a Mamba head, n the size of a Mamba state, c channels and w width of its
 convolution, r rows of a scan, m any number of tokens or rows. As variables, h is the residual stream, and q, k, v are
-queries, keys and values. Clean tokens enter the cache by `commit` (a block), which is `prefill` (any number of blocks),
-which calls every layer's `extend`.
+queries, keys and values. `prefill` adds whole blocks of clean tokens to the cache: it calls every layer's `extend`.
+`commit` is `prefill` of one block.
 
     python model.py                                   parameter counts of every config
     python -m pytest tests/test_model.py              its tests
@@ -66,7 +66,7 @@ class ModelConfig:
         for name, value in vars(self).items():
             require(isinstance(value, bool) or value > 0, f"{name} must be above 0, but is {value}")
         require(self.vocab_size > 1, "vocab_size must be above 1, but is 1: the last id is the mask")
-        require(self.block_len <= self.seq_len and self.seq_len % self.block_len == 0,
+        require(self.seq_len % self.block_len == 0,
                 f"seq_len {self.seq_len} does not hold whole blocks of block_len {self.block_len}; "
                 f"choose a block_len that divides it")
         # Rotation pairs the two halves of a head, so its width must be even.
@@ -129,7 +129,8 @@ class Cache:
         return sum(part.numel() * part.element_size() for state in self.layers for part in state)
 
     def clear(self):
-        """Empties the cache in place. Keys and values need no zeros, but Mamba states do: a scan starts from them."""
+        """Empties the cache in place. Only Mamba states need the zeros, since a scan starts from them; the others get
+        them as well."""
         for part in (self.lengths, *(part for state in self.layers for part in state)):
             part.zero_()
 
@@ -197,11 +198,13 @@ class TimestepEmbedding(nn.Module):
 #
 # Their arguments:
 #   u, clean, noisy   the input of the mixer, normalised and modulated
-#   rope              cos and sin of the positions of u; in two_stream, of the whole sequence
+#   rope              cos and sin of the positions of u, (b, 1, s, e / 2) each; in two_stream, those of the whole
+#                     sequence, (s, e / 2) each
 #   masks             those of ops.two_stream_masks
 #   last              whether this is the last layer, whose clean output nothing reads
 #   state             the mixer's part of the cache, see Cache.layers
 #   lengths           (b,) the tokens that each row of the cache holds
+#   block_len         of the blocks in u, for the block-causal mask of extend
 
 class Attention(nn.Module):
     def __init__(self, config):
@@ -296,11 +299,10 @@ class Mamba2(nn.Module):
         caller does not use the states, and they may be None.
         """
         di, n = self.d_inner, self.d_state
-        padding = -self.in_proj.out_features % 64
 
         # 1. Project: the gate z; x, B and C, which the convolution mixes; the step sizes dt.
-        proj = F.linear(u, self.projection())                                  # (r, s, di + c + h + padding)
-        z, xBC, dt, _ = proj.split([di, di + 2 * n, self.heads, padding], -1)  # xBC (r, s, c)
+        proj = F.linear(u, self.projection())[..., :self.in_proj.out_features] # (r, s, di + c + h), no padding
+        z, xBC, dt = proj.split([di, di + 2 * n, self.heads], -1)              # xBC (r, s, c)
 
         # 2. Convolve. The last w - 1 inputs of a block are the state from which the next block starts.
         if conv is None:

@@ -1,6 +1,7 @@
 """
 The NELBO of text (eq. nelbo-ppl-background). train.py's validation and eval.py's perplexity call the same function,
-nelbo_sums. With the same seed, sequences and number of samples they draw the same noise and give the same number.
+nelbo_sums. With the same seed, sequences and number of samples they draw the same noise, and give the same number up
+to rounding.
 
     python eval.py                                              # out/ckpt.pt on its validation text
     python -m pytest tests/test_eval.py                         # its tests

@@ -76,8 +76,7 @@ def ssd_scan_ref(x, dt, A, B, C, D, initial_state=None, block_len=None):
     states (b, k + 1, h, p, n) in fp32 or better: the state before each of the k = s / block_len blocks, and the one
     after the last block.
     """
-    b, s, h, p = x.shape
-    dtype = at_least_fp32(x.dtype)
+    s, dtype = x.size(1), at_least_fp32(x.dtype)
     xs, dt, Bs, Cs = (v.to(dtype) for v in (x, dt, B, C))
     A, D = A.to(dtype), D.to(dtype)
     state = _initial(initial_state, x, B, dtype)
@@ -149,7 +148,7 @@ def pass_states(local, log_decay, initial):
     Carries states over chunks: out[0] = initial, out[i + 1] = exp(log_decay[i]) out[i] + local[i].
     local (b, c, h, p, n); log_decay (b, c, h) <= 0; initial (b, h, p, n). Returns (b, c + 1, h, p, n).
     """
-    b, c, h, p, n = local.shape
+    p, n = local.shape[-2:]
     # One product in place of a loop: out[i] is the sum over j <= i of sources[j], decayed over chunks j..i-1.
     sources = torch.cat([initial[:, None], local], 1).permute(0, 2, 1, 3, 4)   # (b, h, c + 1, p, n)
     decay = torch.exp(segsum(F.pad(log_decay.transpose(1, 2), (1, 0))))        # (b, h, c + 1, c + 1): [i, j]
@@ -363,8 +362,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 # ----------------------------------------------------------------------------------------------
-# Draws. A random number is a pure function of (seed, stream, index, step, begin). No generator with a state is used, so
-# it does not depend on the batch, the engine or the device. (fast/ rounds the noise that is made from it differently.)
+# Draws. A random number is a pure function of (seed, stream, index, step, begin). There is no generator with a
+# state, so a number does not depend on the batch, the engine or the device. (Gumbel noise that fast/ makes of the same
+# numbers is rounded differently.)
 
 def philox(seed, *counters):
     """Philox4x32-10 (Salmon et al. 2011): a seed and four counters, int64 tensors that broadcast -> four tensors of

@@ -37,8 +37,8 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 # The device, and what runs on it
 
 def pick_device(name):
-    """The name of the device to use. "auto" is cuda if there is one, else cpu. It is never mps, which lacks the fp64
-    that sampling draws in. cuda:1 becomes the current GPU. Raises UserError for a device that this machine lacks."""
+    """The name of the device to use. "auto" is cuda if there is one, else cpu; never mps, which has no fp64 for
+    sampling. cuda:1 becomes the current GPU. Raises UserError for a device that this machine lacks."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     count = dict(cpu=1, cuda=torch.cuda.device_count(), mps=int(torch.backends.mps.is_available()))

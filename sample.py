@@ -54,7 +54,7 @@ top_p = 1.0                             # draw from the most probable tokens tha
 stop_at_eot = False                     # end a sample at its first end-of-text
 seed = 1337                             # seed of the first sample; sample i has seed + i
 watch = False                           # show the active block while it is unmasked
-device = "auto"                         # auto, cpu or cuda; mps lacks the fp64 that sampling draws in
+device = "auto"                         # auto, cpu or cuda; not mps: sampling draws in fp64
 dtype = "auto"                          # auto: bfloat16 if the GPU has it, else float32
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
 engine = "auto"                         # auto, simple, fused or graphs, see open_engine; all draw the same numbers
@@ -110,7 +110,7 @@ def open_engine(wanted, model, dtype=torch.float32):
       simple   `SimpleEngine` above, plain PyTorch. Casts the weights of `model` in place; the other engines copy them.
       fused    fast/, with prepared weights
       graphs   the same, each step a CUDA graph
-      auto     graphs if select_kernels selected the kernels of fast/, else simple
+      auto     graphs if select_kernels selected the kernels of fast/ (fused if no graph can be recorded), else simple
 
     All engines use the same random numbers. Their tokens differ only where rounding of the logits changes a draw or,
     with the decoders confidence and threshold, the choice of a position. Raises UserError for an engine that cannot
@@ -119,7 +119,7 @@ def open_engine(wanted, model, dtype=torch.float32):
     check(dict(engine=wanted), choices=dict(engine=ENGINES))
     device_type = model.embed.weight.device.type
     if device_type == "mps":
-        raise UserError("device=mps lacks the fp64 that sampling draws in; use --device=cpu")
+        raise UserError("device=mps cannot sample, because draws need fp64; use --device=cpu")
     if wanted == "simple" or (wanted == "auto" and (device_type == "cpu" or "cached_attention" not in ops.FAST)):
         return cast_for_inference(model, dtype), SimpleEngine
     if wanted == "graphs" and device_type == "cpu":
@@ -177,9 +177,10 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
     # at different tokens; their blocks are unmasked side by side.
     for k in range(n_blocks):
         x0 = block_engine.decode(active, n_masked, on_step)                    # (b, l), no mask left
-        for i, block in enumerate(x0.tolist()):         # waits for the device: with graphs only here, but threshold
-            # New are the tokens after those of the prompt, up to the row's last one. A row that has ended gets none (an
-            # empty slice), while the batch runs on for the others.
+        # tolist waits for the device. With CUDA graphs nothing else does, but decoder=threshold (ActiveBlock.steps).
+        for i, block in enumerate(x0.tolist()):
+            # The new tokens are those after all that the row has, up to its last one. A row that has ended gets none
+            # (an empty slice), while the batch runs on for the others.
             begin = starts[i] + k * l
             new = block[len(rows[i]) - begin:totals[i] - begin]
             if stop_token in new:

@@ -125,17 +125,21 @@ def finite(x, digits):
     return round(x, digits) if math.isfinite(x) else None
 
 
-def load_weights(model, weights):
-    """Copies weights, {name: tensor}, of another run into the model. No parameter depends on the block length, so a
-    full-sequence model can become a block model, and long blocks short ones. Raises UserError for the first parameter
-    that is missing on one side or has another shape."""
-    mine = model.state_dict()
+def load_weights(model, record):
+    """Copies the weights of another run's checkpoint into the model. No parameter depends on the block length, so a
+    full-sequence model can become a block model, and long blocks short ones. Raises UserError for another n_head, and
+    for the first parameter that is missing on one side or has another shape."""
+    weights, mine = record["model"], model.state_dict()
     for name in sorted({*mine, *weights}):
         here, there = ("missing" if name not in table else "x".join(map(str, table[name].shape))
                        for table in (mine, weights))
         if here != there:
             raise UserError(f"init_from: {name} is {there} in that checkpoint and {here} in this run; use the "
                             f"attn_every, n_layer, d_model and other shapes of that checkpoint")
+    n_head = ModelConfig(**record["config"]).n_head         # the one size that no parameter's shape shows
+    if n_head != model.config.n_head:
+        raise UserError(f"init_from: n_head is {n_head} in that checkpoint and {model.config.n_head} in this run; "
+                        f"add --n_head={n_head}")
     model.load_state_dict(weights)
 
 
@@ -218,17 +222,18 @@ def open_data(parallel, say):
     return [TokenData(data, split, tokenizer) for split in ("train", "val")]
 
 
-def continue_run(path, model, optimizer, settings, text, say):
-    """Loads the checkpoint of an earlier run of the same model. text: the sha256 of the training text. Returns its
+def continue_run(path, model, optimizer, settings, text_sha256, say):
+    """Loads the checkpoint of an earlier run of the same model. text_sha256: of the training text. Returns its
     number of steps, the losses since the last line of the log (part of the mean in the next line), and the number of
     skipped steps."""
     record = load_checkpoint(path, "optimizer", "settings", "step")
     config, saved = vars(model.config), vars(ModelConfig(**record["config"]))  # a newer field has its default there
     if saved != config:
-        changed = [f"{k}={v}" for k, v in saved.items() if v != config[k]]
-        raise UserError(f"{path} was trained with {', '.join(changed)}; add these settings, or begin another run with "
-                        f"its weights by --init_from={path} --out_dir=FOLDER")
-    if record["settings"].get("data") == data and record.get("text") not in (None, text) and not eval_only:
+        changed = [f"tokenizer={record.get('tokenizer')}" if k == "vocab_size" else f"{k}={v}"
+                   for k, v in saved.items() if v != config[k]]
+        raise UserError(f"{path} was trained with {', '.join(changed)}; add its config file or these settings, or "
+                        f"begin another run with its weights by --init_from={path} --out_dir=FOLDER")
+    if record["settings"].get("data") == data and record.get("text") not in (None, text_sha256) and not eval_only:
         raise UserError(f"{data} holds another training text than when {path} was saved; prepare the former again, or "
                         f"begin another run with its weights by --init_from={path} --out_dir=FOLDER")
     watched = ("seed batch_size data max_iters learning_rate warmup_iters min_lr weight_decay beta1 beta2 grad_clip "
@@ -302,7 +307,7 @@ def main():
     shape = {f: settings[f] for f in ModelConfig.__dataclass_fields__ if f in settings}
     config = ModelConfig(vocab_size=VOCABULARY[tokenizer], **shape)
     train_data, val_data = open_data(parallel, say)
-    text = train_data.meta["splits"]["train"].get("sha256")
+    text_sha256 = train_data.meta["splits"]["train"].get("sha256")
     val = val_data.sequences(seq_len, eval_sequences)       # (n, s)
     n_bytes = int(val_data.sequence_bytes(seq_len, eval_sequences).sum())     # fails here if GPT-2's files are missing
 
@@ -310,14 +315,14 @@ def main():
     torch.manual_seed(seed)
     model = BlockDiffusionLM(config, init_std, embed_std).to(dev)
     if init_from and not resume:                            # before ShardedAdamW, which copies the weights
-        load_weights(model, load_checkpoint(find_checkpoint(init_from))["model"])
+        load_weights(model, load_checkpoint(find_checkpoint(init_from)))
     micro_batches = micro_batches_of(parallel.rank, parallel.world, batch_size, micro_batch_size)
     optimizer = ShardedAdamW(model, (beta1, beta2), weight_decay, parallel.rank, parallel.world)
     path, step, losses, skipped = os.path.join(out_dir, "ckpt.pt"), 0, [], 0
-    bad_steps = 0                                           # steps in a row that were not finite
-    val_loss = None                                         # after the last step that was validated
+    bad_steps = 0                                           # how many steps in a row, up to now, were not finite
+    val_loss = None                                         # the latest validation loss; None: not validated yet
     if resume:
-        step, losses, skipped = continue_run(path, model, optimizer, settings, text, say)
+        step, losses, skipped = continue_run(path, model, optimizer, settings, text_sha256, say)
     elif master and not eval_only:
         with writing(out_dir, "choose another --out_dir"):
             os.makedirs(out_dir, exist_ok=True)
@@ -352,7 +357,7 @@ def main():
         state = optimizer.state_dict() if good else None
         if good and master:
             save_checkpoint(path, model, step=step, optimizer=state, tokenizer=tokenizer, settings=settings,
-                            losses=losses, skipped=skipped, text=text)
+                            losses=losses, skipped=skipped, text=text_sha256)
         return good
 
     def end():
@@ -374,7 +379,8 @@ def main():
     if ceiling:
         torch.cuda.reset_peak_memory_stats()                # of the measurement: the log reports the training's
         say(f"{flops / 1e12:.1f} TFLOP a step and GPU; MFU is relative to a measured {ceiling / 1e12:.0f} TFLOP/s")
-    # A run that ended between a checkpoint and its validation left that out: it is made now. Only rank 0 knows the log.
+    # If the run ended after it saved and before it validated, it validates now. Only rank 0 has read the log, so it
+    # decides for all.
     due = master and step and (step % eval_interval == 0 or step == max_iters) and step not in log.validated
     if parallel.sum([bool(due)])[0]:
         val_loss = validate()
@@ -424,7 +430,7 @@ def main():
             if ceiling:
                 say(f"the first step, in which kernels are compiled, took {time.time() - started:.0f} s")
             train_s, logged_step = 0.0, step
-        # Saved first, validated then: a validation may take long, and a second Ctrl-C in it loses nothing.
+        # Save before validating: a validation may take long, and a second Ctrl-C during it then loses nothing.
         at_interval = step % eval_interval == 0 or step == max_iters
         if (at_interval or stopping) and not save():
             if step == max_iters:

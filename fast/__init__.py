@@ -19,16 +19,16 @@ import ops
 
 def select(device, training=True):
     """Fills ops.FAST for a CUDA device. Returns one line that names the kernels in use. If Triton cannot be imported,
-    FAST stays empty and the line says why. training=False skips the operations that only training and evaluation use:
-    they need torch.compile, which takes seconds to import."""
+    FAST stays empty and the line says why. training=False skips the operations that need torch.compile, which takes
+    seconds to import: only training and evaluation use them."""
     try:
         from fast import cached_attention, conv, draw, mixer, residual, rotate, scan, states
     except Exception as error:                          # a broken Triton fails in many ways
         return f"kernels: plain (no Triton: {type(error).__name__}: {error})"
     ops.FAST.update({
         # for whole sequences: training, and reading prompts
-        "Mamba2.forward": mixer.mamba2_forward, "ssd_scan": states.ssd_scan, "causal_conv": conv.causal_conv,
-        "gated_norm": mixer.gated_norm,
+        "Mamba2.forward": mixer.mamba2_forward,         # its kernels run where gradients are wanted
+        "ssd_scan": states.ssd_scan, "causal_conv": conv.causal_conv, "gated_norm": mixer.gated_norm,
         # for single blocks: generation
         "cached_attention": cached_attention.cached_attention,
         "cached_attention_pairs": cached_attention.cached_attention,

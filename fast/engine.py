@@ -119,8 +119,8 @@ class FastEngine:
 
 def new_engine(wanted, model, cache, sampler, block_len):
     """
-    Builds the FastEngine of an engine. "graphs": CUDA graphs, or a UserError if they cannot be recorded. "auto":
-    CUDA graphs; if they cannot be recorded, prints the reason once and runs without them. "fused": no CUDA graphs.
+    Builds a FastEngine. wanted is the setting `engine`. "graphs": with CUDA graphs, or a UserError if they cannot be
+    recorded. "auto": with CUDA graphs, or else it prints the reason once and runs without. "fused": without.
     """
     # Plain attention to a cache waits for the device, which a graph cannot record.
     if wanted == "graphs" and cache.max_len and "cached_attention" not in ops.FAST:

@@ -224,7 +224,7 @@ def test_tokens_are_counted_without_prompt_and_suffix_also_if_a_row_ends_early(m
 
 def test_a_device_without_fp64_is_refused():
     model = SimpleNamespace(embed=SimpleNamespace(weight=SimpleNamespace(device=torch.device("mps"))))
-    with pytest.raises(UserError, match="lacks the fp64 that sampling draws in"):
+    with pytest.raises(UserError, match="cannot sample, because draws need fp64"):
         sample.open_engine("auto", model)
 
 

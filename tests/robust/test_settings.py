@@ -202,6 +202,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("argv, message", [
     (["--out_dir={trained}", "--resume", "--d_state=16"], "was trained with d_state=8; add"),
+    (["--init_from={trained}", "--n_head=1"], "n_head is 2 in that checkpoint and 1 in this run; add --n_head=2"),
     (["--init_from={trained}", "--d_model=64"], "adaln.bias is 64 in that checkpoint and 128 in this run"),
     (["--init_from={trained}", "--n_layer=3"], "is missing in that checkpoint"),
     (["--init_from={trained}", "--n_layer=1"], "missing in this run")])
@@ -209,6 +210,16 @@ def test_weights_of_another_shape_are_refused_by_name(corpus, trained, tmp_path,
     argv = [word.format(trained=trained) for word in argv]
     with pytest.raises(UserError, match=message):
         run_train(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", *argv])
+
+
+def test_a_run_with_other_tokens_is_refused_by_the_setting_that_helps(corpus, trained):
+    """A checkpoint holds vocab_size, which is no setting."""
+    def patch(module):
+        real = module.load_checkpoint
+        module.load_checkpoint = lambda *args: (record := real(*args)) | dict(
+            tokenizer="gpt2", config=dict(record["config"], vocab_size=50_258))
+    with pytest.raises(UserError, match="was trained with tokenizer=gpt2; add"):
+        run_train(TINY + [f"--data={corpus}", f"--out_dir={trained}", "--resume"], patch=patch)
 
 
 def test_the_laptop_config_is_the_default_and_the_others_start_from_smaller_weights():
