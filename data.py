@@ -230,7 +230,7 @@ def write_stdlib(out, root):
         if not writer.save()["documents"]:
             raise UserError(
                 f"{root} holds no Python source for the {split} split: use text of your own, "
-                f"{command_for('DIR')} --tokenizer bytes --val_fraction 0.05")
+                f"python data.py jsonl PATH... --out DIR --tokenizer bytes --val_fraction 0.05")
     write_meta(out, "Python's standard library", platform.python_version(), "bytes", writers,
                skipped)
 
@@ -267,7 +267,7 @@ def prepare_stdlib(out="data/stdlib", root=None, advice=ELSEWHERE):
 def command_for(path):
     """The command that prepares the folder `path`."""
     name = Path(path).name
-    what = name if name in ("stdlib", "mcqa", *HUB) else "jsonl PATH..."
+    what = name if name in ("stdlib", "mcqa", *HUB) else "jsonl PATH... --val PATH..."
     what += " --tokens 5e9" * (name == "dclm")
     return f"python data.py {what} --out {shlex.quote(str(path))}"
 
@@ -334,8 +334,7 @@ class TokenData:
                 f"{path} holds {found} tokens, not {tokenizer} tokens: choose another "
                 f"folder, or run {command_for('DIR')} --tokenizer {tokenizer}")
         if split not in self.meta["splits"]:
-            more = " --val PATH..." * (split == "val")
-            raise UserError(f"{path} has no {split} split: run {command_for('DIR')}{more}")
+            raise UserError(f"{path} has no {split} split: run {command_for('DIR')}")
         info = self.meta["splits"][split]
         self.n_tokens, self.n_bytes = info["tokens"], info["utf8_bytes"]
         self.bytes_per_token = self.n_bytes / self.n_tokens

@@ -5,7 +5,7 @@ Evaluates all four models by one protocol: NELBO perplexity, bits per byte and m
     python eval.py                          # out/ckpt.pt, on validation text of the data it was trained on
     python eval.py --checkpoint out/mamba_h_87m --data data/c4,data/paloma --mcqa data/mcqa
 
-The paper gives neither prompts nor a scoring rule for question sets. Here the choice with the highest score wins:
+The paper scores by pseudo-likelihood, without formula or prompts. Here the choice with the highest score wins:
   pll      pseudo-log-likelihood: the sum of log p(token) over the answer's tokens. Each is masked alone; the model sees
            the others.
   nelbo    minus the NELBO of the answer, given the context

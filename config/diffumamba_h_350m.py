@@ -1,4 +1,4 @@
-# Full-sequence DiffuMamba-H, 350M: tab:arch-350m, tab:scaleup-350m.
+# Full-sequence DiffuMamba-H, 350M: tab:arch-350m. The paper does not train it; its rule gives the rate.
 from paper import transfer_lr
 
 out_dir = "out/diffumamba_h_350m"

@@ -1,7 +1,7 @@
 # BDLM attention, small.
 
 out_dir = "out/small_bdlm_attention"
-data = "data/novels"
+data = "data/novels"             # text of your own: python data.py jsonl
 tokenizer = "gpt2"              # 50,257 tokens and the mask
 
 attn_every = 1                  # attention in every layer
@@ -12,7 +12,7 @@ n_head = 4                      # head dimension 64
 d_model = 256
 
 batch_size = 2
-max_iters = 2500                # 2 x 8192 x 2500 = 41M tokens: 3.2 passes over 12.9M
+max_iters = 2500                # 2 x 8192 x 2500 = 41M tokens
 warmup_iters = 150
 learning_rate = 1e-3
 init_std = embed_std = 0.02

@@ -1,7 +1,7 @@
 # Full-sequence DiffuMamba-H, small.
 
 out_dir = "out/small_diffumamba_h"
-data = "data/novels"
+data = "data/novels"             # text of your own: python data.py jsonl
 tokenizer = "gpt2"              # 50,257 tokens and the mask
 
 attn_every = 6                  # attention at layers 0 and 6, Mamba-2 at all others
@@ -13,7 +13,7 @@ d_model = 256
 d_state = 64                    # 8 Mamba-2 heads of 64
 
 batch_size = 2
-max_iters = 2500                # 2 x 8192 x 2500 = 41M tokens: 3.2 passes over 12.9M
+max_iters = 2500                # 2 x 8192 x 2500 = 41M tokens
 warmup_iters = 150
 learning_rate = 1e-3
 init_std = embed_std = 0.02

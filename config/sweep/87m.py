@@ -4,4 +4,4 @@
 out_dir = "out/sweep_87m"
 runs = [f"config/{model}_87m.py learning_rate={rate}" for rate in (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
         for model in ("attention", "diffumamba_h", "bdlm_attention", "mamba_h")]
-eval_settings = "mc=1 sequences=256"    # the paper's protocol; add data=data/c4 to use its text
+eval_settings = "mc=1 sequences=256"    # the paper's one noise sample; 256 is ours. data=data/c4: its text
