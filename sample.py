@@ -177,7 +177,7 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
     # at different tokens; their blocks are unmasked side by side.
     for k in range(n_blocks):
         x0 = block_engine.decode(active, n_masked, on_step)                    # (b, l), no mask left
-        # tolist waits for the device. With CUDA graphs nothing else does, but decoder=threshold (ActiveBlock.steps).
+        # tolist waits for the device. With CUDA graphs only decoder=threshold waits elsewhere (ActiveBlock.steps).
         for i, block in enumerate(x0.tolist()):
             # The new tokens are those after all that the row has, up to its last one. A row that has ended gets none
             # (an empty slice), while the batch runs on for the others.
