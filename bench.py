@@ -26,7 +26,7 @@ from data import noise_generators
 from decoders import Sampler
 from files import check_file, write_file
 from model import BlockDiffusionLM, config_from_file, train_flops
-from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, describe, hardware, matmul_ceiling,
+from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, hardware, matmul_ceiling,
                       pick_dtype, select_kernels)
 from sample import now, open_engine
 from tools.compare_ops import COMPARISONS
@@ -450,6 +450,11 @@ def check_settings():
     if out and not out.endswith(".json"):
         raise UserError(f"out must end in .json, but is {out}")
     check_file("out", out)
+
+
+def describe(record):
+    """A record of `hardware` in one line, the name first."""
+    return ", ".join([record["name"], *(f"{key} {value}" for key, value in record.items() if key != "name")])
 
 
 def main(words):

@@ -159,11 +159,6 @@ def hardware(dev):
     return {k: str(v) for k, v in record.items()}
 
 
-def describe(record):
-    """A record of `hardware` in one line, the name first."""
-    return ", ".join([record["name"], *(f"{key} {value}" for key, value in record.items() if key != "name")])
-
-
 # ----------------------------------------------------------------------------------------------
 # Processes
 

@@ -320,7 +320,6 @@ def main():
     optimizer = ShardedAdamW(model, (beta1, beta2), weight_decay, parallel.rank, parallel.world)
     path, step, losses, skipped = os.path.join(out_dir, "ckpt.pt"), 0, [], 0
     bad_steps = 0                                           # how many steps in a row, up to now, were not finite
-    val_loss = None                                         # the latest validation loss; None: not validated yet
     if resume:
         step, losses, skipped = continue_run(path, model, optimizer, settings, text_sha256, say)
     elif master and not eval_only:
@@ -370,8 +369,6 @@ def main():
     if eval_only:
         validate()
         return end()
-    if init_from and not resume:
-        validate()                                          # before the first step
 
     # 4. The loop.
     flops = train_flops(config, seq_len) * batch_size / parallel.world          # of a step, for each GPU
@@ -379,15 +376,16 @@ def main():
     if ceiling:
         torch.cuda.reset_peak_memory_stats()                # of the measurement: the log reports the training's
         say(f"{flops / 1e12:.1f} TFLOP a step and GPU; MFU is relative to a measured {ceiling / 1e12:.0f} TFLOP/s")
-    # If the run ended after it saved and before it validated, it validates now. Only rank 0 has read the log, so it
-    # decides for all.
-    due = master and step and (step % eval_interval == 0 or step == max_iters) and step not in log.validated
-    if parallel.sum([bool(due)])[0]:
-        val_loss = validate()
     catch_signals(signals)
     started, train_s = time.time(), 0.0                     # train_s: seconds in steps since the last line of the log
     first_step = logged_step = step
-    while step < max_iters:
+    while True:
+        # Also before the first step: a run may start from other weights (init_from), or have ended after it saved and
+        # before it validated. If it had validated, it does so again, and the log keeps one line.
+        if (step or init_from) and (step % eval_interval == 0 or step >= max_iters):
+            val_loss = validate()
+        if step >= max_iters:
+            break
         step_started = time.time()
         lr = learning_rate_at(step, learning_rate, min_lr, warmup_iters, max_iters)
         optimizer.zero_grad()
@@ -431,8 +429,7 @@ def main():
                 say(f"the first step, in which kernels are compiled, took {time.time() - started:.0f} s")
             train_s, logged_step = 0.0, step
         # Save before validating: a validation may take long, and a second Ctrl-C during it then loses nothing.
-        at_interval = step % eval_interval == 0 or step == max_iters
-        if (at_interval or stopping) and not save():
+        if (stopping or step % eval_interval == 0 or step == max_iters) and not save():
             if step == max_iters:
                 raise UserError(f"training ended in steps or weights that are not finite; lower learning_rate; "
                                 f"{last_checkpoint()}")
@@ -440,11 +437,8 @@ def main():
         if stopping:
             say(f"stopped at step {step}; {last_checkpoint()}")
             return end()
-        if at_interval:
-            val_loss = validate()
 
     # 5. The result: bits per byte beside what simple statistics of the text reach, and the picture.
-    val_loss = validate() if val_loss is None else val_loss
     bpb = bits_per_byte(val_loss, val.numel(), n_bytes)
     say(f"trained in {tqdm.format_interval(time.time() - started)}; validation NELBO {val_loss:.4f} nats per token, "
         f"perplexity {math.exp(min(val_loss, 700)):.2f}, {bpb:.3f} bits per byte")
