@@ -390,7 +390,7 @@ def picture(results, path, repetitions=()):
                             capsize=3, mfc="none" if j else None)
         ax.set_yticks(range(len(evaluated)), [*reversed(evaluated)])
         ax.set(xscale="log", xlabel="validation perplexity ± standard error; filled: first seed")
-        ax.xaxis.set_minor_locator(LogLocator(subs=(2, 3, 5, 7)))
+        ax.xaxis.set_minor_locator(LogLocator(subs=(1.5, 2, 3, 5, 7)))
         ax.xaxis.set_major_formatter("{x:.0f}")
         ax.xaxis.set_minor_formatter("{x:.0f}")
         ax.grid(axis="x", which="both", color="0.9")
