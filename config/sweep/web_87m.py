@@ -2,10 +2,10 @@
 #     python data.py jsonl web/*.jsonl.zst --val held_out.jsonl.zst --tokenizer gpt2 --out data/web
 #     python -m tools.sweep config/sweep/web_87m.py
 # A step has 16 x 8192 tokens: 1,000 steps are 131.1M tokens. The learning rate, 2e-3, is in the paper's grid too; its
-# neighbours are tried at the same length, and 1e-3 did as well. On two H200s each seed takes a quarter of an hour,
-# everything two hours. With more time, raise max_iters. Every model first stays on a plateau, and its result depends on
-# how long: at 8e-3 none had left it by step 500. Large initial embeddings shorten it; but with them full-sequence
-# attention does not leave it, so it starts from 0.02 (docs/results.md, Quality at equal tokens).
+# neighbours are tried at the same length, and 1e-3 did about as well. On two H200s each seed takes a quarter of an
+# hour, everything two hours. With more time, raise max_iters. Every model first stays on a plateau, and its result
+# depends on how long: at 8e-3 none had left it by step 500. With large initial embeddings small models leave it
+# sooner, but full-sequence attention never does, so it starts from 0.02 (docs/results.md, Quality at equal tokens).
 out_dir = "out/sweep_web"
 _models = ("attention_87m.py embed_std=0.02", "diffumamba_h_87m.py", "bdlm_attention_87m.py", "mamba_h_87m.py")
 runs = [f"config/{model} seed={seed}" for seed in (1, 2, 3) for model in _models] + [
