@@ -308,7 +308,7 @@ def full_sequence_rows(model, new_engine, b, ladder):
                 engine.step()
             median, row["spread"], first = measure(step, model.embed.weight.device)
             about["capture_s"] += max(0, first - median)
-            row.update(about, tok_per_s=b * engine.block.tokens_per_step / median)
+            row.update(about, tok_per_s=b * length / (-(-length // engine.block.tokens_per_step) * median))
         engine = None                                   # frees its memory before the next
         yield row
 
@@ -352,8 +352,9 @@ def limit_of_step(row, model, ceilings):
     c, width = model.config, model.head.weight.element_size()
     l, blocks = (row["length"], 1) if c.full_sequence else (c.block_len, -(-row["length"] // c.block_len))
     p = min(tokens_per_step, l)
+    steps = blocks * -(-l // p)
     limit = limit_ms(*step_work(c, row["batch"], l, (blocks - 1) * l / 2, p, width), ceilings)
-    ms = 1000 * row["batch"] * p / row["tok_per_s"] * row["length"] / (blocks * l)
+    ms = 1000 * row["batch"] * row["length"] / row["tok_per_s"] / steps
     return dict(ms_per_step=ms, limit_ms=limit, of_limit=limit / ms)
 
 

@@ -16,6 +16,7 @@ cache. To add a decoder, see "Another decoder" in docs/forking.md.
 """
 import dataclasses
 import math
+import numbers
 
 import torch
 
@@ -64,7 +65,7 @@ class Sampler:
         if not self.seeds:
             raise UserError("there are no seeds; give one for each row")
         for seed in self.seeds:
-            if not isinstance(seed, int) or not -2 ** 63 <= seed < 2 ** 63:
+            if not isinstance(seed, numbers.Integral) or not -2 ** 63 <= seed < 2 ** 63:
                 raise UserError(f"a seed must be a whole number that fits into int64, but one is {seed}")
         if self.decoder == "first_hitting":
             self.tokens_per_step = 1

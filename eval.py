@@ -43,7 +43,8 @@ checkpoint = ["out/ckpt.pt"]            # files, folders or hf://owner/name, sep
 data = []                               # prepared folders; []: that of the training, but none if mcqa is set
 sequences = 256                         # how many sequences, spread evenly over the validation split; 0: all
 seq_len = 0                             # tokens of a sequence; 0: as in training, 8192 in the paper
-mc = 1                                  # noise (Monte Carlo) samples per sequence; with score=nelbo also per answer
+mc = 1                                  # noise (Monte Carlo) samples per sequence; with score=nelbo also per answer,
+                                        # at least 8
 stratified = False                      # sample j draws t from the j-th of mc equal parts of its range
 # question sets
 mcqa = ""                               # a folder made by python data.py mcqa
@@ -427,6 +428,9 @@ def check_settings():
     check_names(globals(), "checkpoint", "data", "tasks")
     if not checkpoint:
         raise UserError("there is nothing to evaluate; name a file with --checkpoint=PATH")
+    if mcqa and score == "nelbo" and mc < 8:
+        raise UserError(f"mc must be at least 8 with score=nelbo, but is {mc}: a short answer that no sample masks costs "
+                        f"nothing; add --mc=8")
     if tasks and not mcqa:
         raise UserError("tasks are files of a question set; add --mcqa=FOLDER")
     check_file("out", out, rb'\{"eval"')
@@ -437,7 +441,8 @@ def check_settings():
 def as_json(results, dtype, **machine):
     """The results, with the protocol and `machine` (what they were measured on), as one line of JSON."""
     protocol = dict(noise="t ~ U(1e-3, 1) per block, weight 1/t, per (seed, sequence, sample)",
-                    samples=mc, stratified=stratified, seed=seed, score=score, limit=limit,
+                    samples=mc, stratified=stratified, seed=seed,
+                    score="nelbo, stratified" if score == "nelbo" else score, limit=limit,
                     templates="lm-evaluation-harness 4e7e0d47", batch_size=batch_size, dtype=dtype,
                     logits="float32")
     record = dict(eval="nanobdlm-1", protocol=protocol, **machine, results=results)

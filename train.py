@@ -127,8 +127,9 @@ def finite(x, digits):
 
 def load_weights(model, record):
     """Copies the weights of another run's checkpoint into the model. No parameter depends on the block length, so a
-    full-sequence model can become a block model, and long blocks short ones. Raises UserError for another n_head, and
-    for the first parameter that is missing on one side or has another shape."""
+    full-sequence model can become a block model, and long blocks short ones; eval_only takes the model as it is.
+    Raises UserError for the first parameter that is missing on one side or has another shape, and for settings that no
+    shape shows, but that change what the model computes."""
     weights, mine = record["model"], model.state_dict()
     for name in sorted({*mine, *weights}):
         here, there = ("missing" if name not in table else "x".join(map(str, table[name].shape))
@@ -136,10 +137,11 @@ def load_weights(model, record):
         if here != there:
             raise UserError(f"init_from: {name} is {there} in that checkpoint and {here} in this run; use the "
                             f"attn_every, n_layer, d_model and other shapes of that checkpoint")
-    n_head = ModelConfig(**record["config"]).n_head         # the one size that no parameter's shape shows
-    if n_head != model.config.n_head:
-        raise UserError(f"init_from: n_head is {n_head} in that checkpoint and {model.config.n_head} in this run; "
-                        f"add --n_head={n_head}")
+    there, here = vars(ModelConfig(**record["config"])), vars(model.config)
+    for name in ("n_head", "time_conditioning", "reverse_scan", *(["block_len"] if eval_only else [])):
+        if there[name] != here[name]:
+            raise UserError(f"init_from: {name} is {there[name]} in that checkpoint and {here[name]} in this run; "
+                            f"add --{name}={there[name]}")
     model.load_state_dict(weights)
 
 

@@ -10,6 +10,7 @@ Differences in protocol: acc_norm divides by the characters of an answer, eval.p
 answers score the same, the harness takes the first, and eval.py splits the credit. For perplexity use eval.py: the
 harness asks for a likelihood, and a diffusion model has only a bound (the NELBO). "Greedy" is always false.
 """
+import collections
 import itertools
 import json
 import sys
@@ -29,6 +30,7 @@ try:
     from lm_eval import simple_evaluate
     from lm_eval.api.model import LM
     from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
 except ImportError as error:
@@ -41,7 +43,7 @@ tasks = []                              # names of harness tasks, such as piqa,a
 include_path = ""                       # a folder with task files of your own
 limit = 0                               # questions per task, the first ones; 0: all
 score = "pll"                           # how eval.py scores an answer: pll or nelbo
-mc = 8                                  # noise samples per answer, for score=nelbo
+mc = 8                                  # noise samples per answer, for score=nelbo; at least 8
 tokens_per_step = 0                     # revealed per denoising step; 0: as in sample.py
 batch_size = 8                          # a batch of questions has about batch_size * seq_len tokens
 seed = 1337                             # of all noise
@@ -85,29 +87,37 @@ class NanoBDLM(LM):
         raise UserError("a task asks for the likelihood of whole texts; python eval.py has the NELBO, a bound on it")
 
     def generate_until(self, requests):
-        """The text that continues each context, up to the first of its `until` strings."""
-        made, (model, new_engine), config = [], self.engine, self.model.config
-        for i, request in enumerate(tqdm(requests, "generation", disable=None)):
-            context, how = request.args
-            length = how.get("max_gen_toks", 256)
-            tokens, room = self.text.encode_ordinary(context), max(config.seq_len - length, 0)
-            prompt = tokens[max(len(tokens) - room, 0):] or [self.text.eot_token]
-            sampler = Sampler(noise_seeds(seed, [i]), mask_id=config.mask_id,
+        """The text that continues each context, up to the first of its `until` strings. As in sample.py, a block model
+        may exceed the length of its training. A context that is too long loses its beginning. A request's noise
+        depends on its number in its task."""
+        made, (model, new_engine), config, seen = [], self.engine, self.model.config, collections.Counter()
+        most = config.seq_len if config.full_sequence else config.rope_capacity // config.block_len * config.block_len
+        for request in tqdm(requests, "generation", disable=None):
+            context, how = request.args[0], normalize_gen_kwargs(request.args[1])
+            length, task = how["max_gen_toks"], request.task_name
+            if unknown := how.keys() - {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}:
+                raise UserError(f"task {task} sets {min(unknown)}, which is no setting here; remove it from the task")
+            if not 0 < length < most:
+                raise UserError(f"task {task} asks for {length} new tokens, but prompt and answer together can have "
+                                f"{most}; set max_gen_toks of the task")
+            prompt = self.text.encode_ordinary(context)[length - most:] or [self.text.eot_token]
+            sampler = Sampler(noise_seeds(seed, [seen[task]]), mask_id=config.mask_id,
                               tokens_per_step=tokens_per_step or usual_tokens_per_step(config, length),
-                              temperature=how.get("temperature", 1.0) if how.get("do_sample") else 0.0)
+                              temperature=how.get("temperature", 1.0) if how["do_sample"] else 0.0,
+                              top_k=how.get("top_k", 0), top_p=how.get("top_p", 1.0))
+            seen[task] += 1
             done = sample.generate(model, [torch.tensor(prompt)], length, sampler, new_engine,
                                    stop_token=self.text.eot_token)
             new = done.tokens[0][len(prompt):]
             text = self.text.decode(new[new != self.text.eot_token].tolist())
-            until = how.get("until") or []              # lm_eval allows a text, a list or None
-            for stop in [until] if isinstance(until, str) else until:
+            for stop in filter(None, how["until"]):
                 text = text.partition(stop)[0]
             made.append(text)
         return made
 
 
 def main():
-    check(globals(), least=dict(limit=0, mc=1, tokens_per_step=0, batch_size=1, seed=0),
+    check(globals(), least=dict(limit=0, mc=8, tokens_per_step=0, batch_size=1, seed=0),
           choices=dict(score=("pll", "nelbo"), dtype=("auto", "float32", "bfloat16")))
     check_file("out", out)
     if not tasks:

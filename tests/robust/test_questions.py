@@ -129,7 +129,7 @@ def test_the_text_of_the_training_is_scored_unless_question_sets_are_asked_for(c
     assert len(result["text"]) == 1 and "mcqa" not in result
     write_rows(tmp_path / "piqa.jsonl", [QUESTION, QUESTION])
     result = eval_record(f"--checkpoint={checkpoints[0]}", f"--mcqa={tmp_path}", "--limit=1",
-                         "--score=nelbo")["results"][0]
+                         "--score=nelbo", "--mc=8")["results"][0]
     assert not result["text"] and result["mcqa"]["piqa"]["questions"] == 1
     assert result["mcqa"]["piqa"]["acc_se"] is None     # of one question there is no error to state
 
@@ -181,6 +181,7 @@ def test_missing_and_misnamed_question_sets_are_refused(tmp_path):
     ("--checkpoint={good} --data={corpus},{tmp}/nowhere", "holds no prepared data: run python data.py"),
     ("--checkpoint={good} --out={tmp}", "which cannot be written; name another file"),
     ("--score=best", "one of pll, nelbo"),
+    ("--mcqa={tmp} --score=nelbo", "mc must be at least 8 with score=nelbo, but is 1"),
     ("--mc=0", "mc must be at least 1, but is 0"),
     ("--sequence=3", "did you mean sequences")])
 def test_bad_input_is_one_sentence_and_a_non_zero_exit(corpus, checkpoints, tmp_path, argv, message):

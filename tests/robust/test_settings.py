@@ -202,6 +202,9 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("argv, message", [
     (["--out_dir={trained}", "--resume", "--d_state=16"], "was trained with d_state=8; add"),
+    (["--init_from={trained}", "--time_conditioning"], "add --time_conditioning=False"),
+    (["--init_from={trained}", "--reverse_scan=false"], "add --reverse_scan=True"),
+    (["--eval_only", "--init_from={trained}", "--block_len=4"], "block_len is 8 in that checkpoint and 4 in this run"),
     (["--init_from={trained}", "--n_head=1"], "n_head is 2 in that checkpoint and 1 in this run; add --n_head=2"),
     (["--init_from={trained}", "--d_model=64"], "adaln.bias is 64 in that checkpoint and 128 in this run"),
     (["--init_from={trained}", "--n_layer=3"], "is missing in that checkpoint"),

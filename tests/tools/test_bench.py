@@ -40,13 +40,14 @@ def test_train_ends_in_one_json_line_and_writes_the_same(capsys, tmp_path):
 
 
 def test_a_step_of_a_generation_that_ends_inside_a_block_takes_as_long_as_any(monkeypatch):
-    """A block of 16 tokens takes four steps and 0.1 s, also if only some of its tokens are asked for."""
-    monkeypatch.setattr(bench, "tokens_per_step", 4)
+    """A block of 16 tokens takes four steps and 0.1 s, also if only some of its tokens are asked for, and if the last
+    of the four reveals one token of at most five."""
     model = BlockDiffusionLM(config_from_file("laptop"))
-    for length, blocks in (16, 1), (4, 1), (40, 3):
+    for p, length, blocks in (4, 16, 1), (4, 4, 1), (4, 40, 3), (5, 16, 1), (5, 40, 3):
+        monkeypatch.setattr(bench, "tokens_per_step", p)
         row = dict(length=length, batch=1, tok_per_s=length / (0.1 * blocks))
         found = bench.limit_of_step(row, model, dict(matmul_tflops=1.0, copy_tb_s=1.0))
-        assert found["ms_per_step"] == pytest.approx(25), length
+        assert found["ms_per_step"] == pytest.approx(25), (p, length)
 
 
 def test_sample_reports_whole_and_integrated_rows_beside_their_limit(capsys):

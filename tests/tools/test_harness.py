@@ -65,15 +65,42 @@ def test_answers_in_the_harness_are_those_of_eval(folder, monkeypatch, score):
         assert answer["acc"] == float(costs.argmin() == gold)
 
 
+def wanted(task="made_up", context="def f", **settings):
+    """A request for text."""
+    return types.SimpleNamespace(task_name=task, args=(context, dict(until=[], max_gen_toks=24) | settings))
+
+
 def test_text_ends_before_the_string_that_the_task_asks_for(folder):
     model = harness.NanoBDLM(str(folder))
 
     def generate(until):
-        request = type("Request", (), dict(args=("def f", dict(until=until, max_gen_toks=24, do_sample=False))))
-        return model.generate_until([request])[0]
+        return model.generate_until([wanted(until=until)])[0]
     whole = generate([])
     stop = whole[len(whole) // 2]
-    assert generate([stop]) == generate(stop) == whole.partition(stop)[0]
+    assert generate([stop]) == generate(stop) == generate(["", stop]) == whole.partition(stop)[0]
+
+
+def test_generated_text_obeys_the_settings_of_its_task_and_not_the_tasks_beside_it(folder):
+    model, sampled = harness.NanoBDLM(str(folder)), dict(do_sample=True, temperature=1.0)
+    greedy, free, one = model.generate_until([wanted("greedy"), wanted("free", **sampled),
+                                              wanted("one", top_k=1, **sampled)])
+    assert greedy == one != free == model.generate_until([wanted("free", temperature=1.0)])[0]
+    first, second = model.generate_until([wanted("free", **sampled)] * 2)
+    assert first == free != second
+    assert len(model.generate_until([wanted(max_gen_toks=None, max_new_tokens=3)])[0]) <= 3
+    for settings, message in ((dict(num_beams=2), "sets num_beams, which is no setting here"),
+                              (dict(max_gen_toks=300_000), "asks for 300000 new tokens, but prompt and answer")):
+        with pytest.raises(UserError, match=message):
+            model.generate_until([wanted(**settings)])
+
+
+def test_a_context_that_is_too_long_loses_its_beginning(folder, monkeypatch):
+    model, seen = harness.NanoBDLM(str(folder)), []
+    generate = harness.sample.generate
+    monkeypatch.setattr(harness.sample, "generate", lambda *a, **b: seen.append(a[1][0]) or generate(*a, **b))
+    model.generate_until([wanted(context="0123456789" * 10, max_gen_toks=60)])
+    text = model.text.decode(seen[0].tolist())
+    assert text == ("6789" if model.model.config.full_sequence else "0123456789" * 10)
 
 
 def test_answers_of_a_task_do_not_depend_on_the_tasks_beside_it(folder, monkeypatch):
@@ -89,8 +116,7 @@ def test_generated_text_does_not_contain_the_end_of_text(folder, monkeypatch):
     tokens = [*model.text.encode_ordinary("def f = 1"), model.text.eot_token]
     done = types.SimpleNamespace(tokens=[torch.tensor(tokens)])
     monkeypatch.setattr(harness.sample, "generate", lambda *_, **__: done)
-    request = types.SimpleNamespace(args=("def f", dict(until=[], max_gen_toks=24, do_sample=False)))
-    assert model.generate_until([request]) == [" = 1"]
+    assert model.generate_until([wanted()]) == [" = 1"]
 
 
 def test_what_the_harness_cannot_do_is_a_sentence(folder, monkeypatch):
