@@ -74,7 +74,8 @@ device = "auto"                         # auto, cpu, cuda or mps
 dtype = "auto"                          # auto: bfloat16 if the GPU has it, else float32
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
 compile = True                          # torch.compile the layers; on Ampere GPUs and later only
-dist_timeout = 300                      # seconds after which a collective that a rank has not joined ends the job
+dist_timeout = 300                      # seconds after which a collective that a rank has not joined ends the job; more
+                                        # than it takes to write a checkpoint
 # ----------------------------------------------------------------------------------------------
 
 
@@ -238,8 +239,10 @@ def continue_run(path, model, optimizer, settings, text_sha256, say):
     if record["settings"].get("data") == data and record.get("text") not in (None, text_sha256) and not eval_only:
         raise UserError(f"{data} holds another training text than when {path} was saved; prepare the former again, or "
                         f"begin another run with its weights by --init_from={path} --out_dir=FOLDER")
-    watched = ("seed batch_size data max_iters learning_rate warmup_iters min_lr weight_decay beta1 beta2 grad_clip "
+    watched = ("seed batch_size max_iters learning_rate warmup_iters min_lr weight_decay beta1 beta2 grad_clip "
                "eval_sequences eval_samples dtype")
+    if text_sha256 is None or record.get("text") != text_sha256:               # else the same text, wherever it is
+        watched += " data"
     changed = [k for k in watched.split() if record["settings"].get(k) != settings[k]]
     if changed and not eval_only:
         say(f"resuming with another {', '.join(changed)}; the result will not be that of an uninterrupted run")
@@ -254,7 +257,7 @@ def last_checkpoint():
     """What a message says about the checkpoint in out_dir."""
     path = os.path.join(out_dir, "ckpt.pt")
     if os.path.exists(path):
-        return f"{path} is the last good checkpoint, continue with --resume"
+        return f"{path} is the last good checkpoint, continue with the same command and --resume"
     return "there is no checkpoint yet"
 
 
@@ -351,14 +354,19 @@ def main():
             say(f"{step:>6}/{max_iters} validation {loss:.4f} nats per token")
         return loss
 
-    def save():
+    def save(last):
         """Writes ckpt.pt and returns True. If the last step or a weight is not finite, it keeps the file before and
-        returns False."""
+        returns False. A file that cannot be written ends the run only if it is the run's last."""
         good = not bad_steps and all(p.isfinite().all() for p in model.parameters())   # the same on all ranks
         state = optimizer.state_dict() if good else None
         if good and master:
-            save_checkpoint(path, model, step=step, optimizer=state, tokenizer=tokenizer, settings=settings,
-                            losses=losses, skipped=skipped, text=text_sha256)
+            try:
+                save_checkpoint(path, model, step=step, optimizer=state, tokenizer=tokenizer, settings=settings,
+                                losses=losses, skipped=skipped, text=text_sha256)
+            except UserError as error:
+                if last:
+                    raise
+                say(f"step {step} is not saved: {str(error).partition(';')[0]}; {last_checkpoint()}")
         return good
 
     def end():
@@ -393,7 +401,7 @@ def main():
         optimizer.zero_grad()
         loss = add_gradients(model, train_data, step, micro_batches, autocast)
         norm = optimizer.reduce_gradients()                 # of the gradients, summed over ranks
-        loss, = parallel.sum([float(loss)])
+        loss, signalled = parallel.sum([float(loss), len(signals)])     # a signal may reach one rank only
         norm = float(norm)
         if math.isfinite(loss) and math.isfinite(norm):     # the same on all ranks: both are sums over ranks
             optimizer.step(lr, min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0)
@@ -405,10 +413,7 @@ def main():
             if bad_steps == 3:
                 raise UserError(f"three steps in a row were not finite; lower learning_rate; {last_checkpoint()}")
         step += 1
-        # A signal may reach one rank only, but all must stop at the same step. So ranks ask each other, which is a
-        # collective, every ten steps.
-        asking = step % 10 == 0 or parallel.world == 1
-        stopping = asking and parallel.sum([len(signals)])[0] > 0
+        stopping = signalled > 0                            # on all ranks at the same step
         train_s += time.time() - step_started
 
         if step % log_interval == 0 or step == max_iters:
@@ -431,7 +436,8 @@ def main():
                 say(f"the first step, in which kernels are compiled, took {time.time() - started:.0f} s")
             train_s, logged_step = 0.0, step
         # Save before validating: a validation may take long, and a second Ctrl-C during it then loses nothing.
-        if (stopping or step % eval_interval == 0 or step == max_iters) and not save():
+        last = stopping or step == max_iters
+        if (last or step % eval_interval == 0) and not save(last):
             if step == max_iters:
                 raise UserError(f"training ended in steps or weights that are not finite; lower learning_rate; "
                                 f"{last_checkpoint()}")
@@ -467,6 +473,6 @@ if __name__ == "__main__":
     except RuntimeError as error:
         if not is_lost_rank(error):
             raise
-        print(f"train.py: another process of this run is gone or silent ({str(error).splitlines()[0]}); "
-              f"{last_checkpoint()}", file=sys.stderr, flush=True)
+        print(f"train.py: another process of this run is gone or silent, or the network between them fails "
+              f"({' '.join(str(error).split())}); {last_checkpoint()}", file=sys.stderr, flush=True)
         os._exit(1)                     # a normal exit would wait for collectives that never end

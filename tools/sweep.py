@@ -154,11 +154,13 @@ class Run:
                 f"--out_dir={self.folder}", *resume]
 
     def why(self, job, status):
-        """An error message for a failed process: its own error message, or else the last line that it printed."""
+        """An error message for a failed process: its own error message, or else the last line that it printed. If one
+        of several ranks has failed, the others say that it is gone: the cause is what it said itself."""
         with open(self.path(f"{job}.txt"), errors="replace") as f:
             lines = [line.strip() for line in f if line.strip()] or ["it printed nothing"]
         said = [line for line in lines if line.startswith(f"{job}.py: ")] or lines
-        return f"{self.name}: {job}.py ended with status {status}: {said[-1]} ({f.name})"
+        causes = [line for line in said if "another process of this run is gone" not in line] or said
+        return f"{self.name}: {job}.py ended with status {status}: {causes[-1]} ({f.name})"
 
 
 def model_in(base):

@@ -91,6 +91,27 @@ def test_steps_that_are_not_finite_are_skipped_stop_a_run_and_replace_no_good_ch
         assert all(p.isfinite().all() for p in record["model"].values())
 
 
+def test_a_checkpoint_that_cannot_be_written_ends_a_run_only_if_it_is_the_last(corpus, tmp_path, capsys):
+    def full(steps):
+        def patch(module):
+            save = module.save_checkpoint
+
+            def saves_or_not(path, model, step, **extra):
+                if step in steps:
+                    raise UserError("ckpt.pt cannot be written (No space left on device); make room")
+                save(path, model, step=step, **extra)
+            module.save_checkpoint = saves_or_not
+        return patch
+    argv = [*TINY, f"--data={corpus}"]
+    run_train([*argv, f"--out_dir={tmp_path}/one"], full({2}))
+    assert "step 2 is not saved: ckpt.pt cannot be written (No space left on device); there is no checkpoint yet" in \
+        capsys.readouterr().out
+    assert load_checkpoint(f"{tmp_path}/one/ckpt.pt")["step"] == 4
+    with pytest.raises(UserError, match="No space left"):
+        run_train([*argv, f"--out_dir={tmp_path}/two"], full({4}))
+    assert load_checkpoint(f"{tmp_path}/two/ckpt.pt")["step"] == 2
+
+
 def test_weights_that_are_not_finite_are_never_saved(corpus, tmp_path):
     def patch(module):
         class Poisoned(ShardedAdamW):
@@ -132,7 +153,7 @@ def test_a_run_whose_terminal_closes_saves_and_says_how_to_go_on(corpus, tmp_pat
                     "--eval_interval=100000")
     process.wait_for("loss")
     status, printed, _ = process.end(signal.SIGHUP)
-    assert status == 128 + signal.SIGHUP and "continue with --resume" in printed
+    assert status == 128 + signal.SIGHUP and "continue with the same command and --resume" in printed
     assert load_checkpoint(tmp_path / "out" / "ckpt.pt")["step"] == read_log(tmp_path / "out")[-1]["step"] >= 1
 
 

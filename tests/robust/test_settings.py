@@ -1,4 +1,6 @@
 """Settings: files and flags, types, typos, values that contradict each other. Each mistake ends in one sentence."""
+import shutil
+
 import pytest
 import torch
 
@@ -268,6 +270,9 @@ def test_resuming_with_other_settings_says_so(corpus, tmp_path, capsys):
     run_train(argv)
     run_train(argv + ["--resume", "--seed=2", "--max_iters=5", "--eval_samples=1"])
     assert "resuming with another seed, max_iters, eval_samples;" in capsys.readouterr().out
+    shutil.copytree(corpus, tmp_path / "moved")
+    run_train(TINY + [f"--data={tmp_path}/moved", f"--out_dir={tmp_path}/out", "--resume", "--seed=2", "--max_iters=6"])
+    assert "resuming with another max_iters, eval_samples;" in capsys.readouterr().out, "the text is the same"
 
 
 @pytest.mark.parametrize("name", ["cuda:99", "cpu:1", "cpu:x", "cpu:", "gpu"])

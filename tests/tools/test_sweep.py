@@ -136,6 +136,16 @@ def test_an_evaluation_with_other_settings_does_not_count(swept, config):
     assert run.report is None and "eval.json is missing or cannot be read" in sweep.summarise(run)["error"]
 
 
+def test_of_several_ranks_the_one_that_failed_is_quoted(config, tmp_path):
+    configure(vars(sweep), [f"--out_dir={tmp_path}"])
+    run = sweep.Run(config)
+    Path(run.folder).mkdir()
+    gone = "train.py: another process of this run is gone or silent (Connection closed); there is no checkpoint yet\n"
+    for text, cause in ((f"step\ntrain.py: the disk is full\n{gone}torchrun\n", "the disk is full"), (gone, "another")):
+        Path(run.path("train.txt")).write_text(text)
+        assert f"status 1: train.py: {cause}" in run.why("train", 1)
+
+
 def test_an_interrupted_sweep_goes_on_where_it_was(config, tmp_path):
     out = str(tmp_path / "out")
     argv = [f"--runs=['{config}']", f"--out_dir={out}", "--eval_settings=sequences=2",
