@@ -96,7 +96,7 @@ def plot_log(path, png):
     rows = log_rows(path).values()                          # a loss that was not finite is None
     train = [(r["step"], r["loss"]) for r in rows if r.get("loss")]
     val = [(r["step"], r["val_loss"]) for r in rows if r.get("val_loss")]
-    fig = Figure(figsize=(7, 4))
+    fig = Figure(figsize=(7, 4), layout="constrained")
     ax = fig.subplots()
     ax.plot(*zip(*train), color="0.6", lw=1, label="training, mean since the last point")
     if val:
@@ -104,7 +104,6 @@ def plot_log(path, png):
     ax.set(xlabel="step", ylabel="NELBO, nats per token", title=os.path.dirname(path))
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False)
-    fig.tight_layout()
     fig.savefig(png, dpi=120)
 
 
@@ -401,7 +400,7 @@ def main():
         optimizer.zero_grad()
         loss = add_gradients(model, train_data, step, micro_batches, autocast)
         norm = optimizer.reduce_gradients()                 # of the gradients, summed over ranks
-        loss, signalled = parallel.sum([float(loss), len(signals)])     # a signal may reach one rank only
+        loss, stopping = parallel.sum([float(loss), len(signals)])      # a signal may reach one rank only
         norm = float(norm)
         if math.isfinite(loss) and math.isfinite(norm):     # the same on all ranks: both are sums over ranks
             optimizer.step(lr, min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0)
@@ -413,7 +412,6 @@ def main():
             if bad_steps == 3:
                 raise UserError(f"three steps in a row were not finite; lower learning_rate; {last_checkpoint()}")
         step += 1
-        stopping = signalled > 0                            # on all ranks at the same step
         train_s += time.time() - step_started
 
         if step % log_interval == 0 or step == max_iters:
@@ -439,8 +437,7 @@ def main():
         last = stopping or step == max_iters
         if (last or step % eval_interval == 0) and not save(last):
             if step == max_iters:
-                raise UserError(f"training ended in steps or weights that are not finite; lower learning_rate; "
-                                f"{last_checkpoint()}")
+                raise UserError(f"the last step or a weight is not finite; lower learning_rate; {last_checkpoint()}")
             say(f"step {step} is not saved, because it or a weight is not finite; {last_checkpoint()}")
         if stopping:
             say(f"stopped at step {step}; {last_checkpoint()}")
