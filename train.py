@@ -127,9 +127,9 @@ def finite(x, digits):
 
 def load_weights(model, record):
     """Copies the weights of another run's checkpoint into the model. No parameter depends on the block length, so a
-    full-sequence model can become a block model, and long blocks short ones; eval_only takes the model as it is.
-    Raises UserError for the first parameter that is missing on one side or has another shape, and for settings that no
-    shape shows, but that change what the model computes."""
+    full-sequence model can become a block model, and long blocks short ones. Raises UserError for the first
+    parameter that is missing on one side or has another shape, and for settings that change what the model computes but
+    no shape; with eval_only, block_len is one of them."""
     weights, mine = record["model"], model.state_dict()
     for name in sorted({*mine, *weights}):
         here, there = ("missing" if name not in table else "x".join(map(str, table[name].shape))
@@ -353,20 +353,18 @@ def main():
             say(f"{step:>6}/{max_iters} validation {loss:.4f} nats per token")
         return loss
 
-    def save(last):
-        """Writes ckpt.pt and returns True. If the last step or a weight is not finite, it keeps the file before and
-        returns False. A file that cannot be written ends the run only if it is the run's last."""
-        good = not bad_steps and all(p.isfinite().all() for p in model.parameters())   # the same on all ranks
-        state = optimizer.state_dict() if good else None
-        if good and master:
-            try:
+    def save():
+        """Writes ckpt.pt and returns "", or keeps the file before and returns why."""
+        if bad_steps or not all(p.isfinite().all() for p in model.parameters()):       # the same on all ranks
+            return "it or a weight is not finite; lower learning_rate"
+        state = optimizer.state_dict()                      # a collective
+        try:
+            if master:
                 save_checkpoint(path, model, step=step, optimizer=state, tokenizer=tokenizer, settings=settings,
                                 losses=losses, skipped=skipped, text=text_sha256)
-            except UserError as error:
-                if last:
-                    raise
-                say(f"step {step} is not saved: {str(error).partition(';')[0]}; {last_checkpoint()}")
-        return good
+        except UserError as error:                          # a full disk; the next checkpoint may find room
+            return str(error).partition(";")[0]
+        return ""
 
     def end():
         """Closes what is open. If a signal stopped the run, it ends the process with status 128 + its number."""
@@ -434,11 +432,11 @@ def main():
                 say(f"the first step, in which kernels are compiled, took {time.time() - started:.0f} s")
             train_s, logged_step = 0.0, step
         # Save before validating: a validation may take long, and a second Ctrl-C during it then loses nothing.
-        last = stopping or step == max_iters
-        if (last or step % eval_interval == 0) and not save(last):
+        if (stopping or step % eval_interval == 0 or step == max_iters) and (why := save()):
+            message = f"step {step} is not saved: {why}; {last_checkpoint()}"
             if step == max_iters:
-                raise UserError(f"the last step or a weight is not finite; lower learning_rate; {last_checkpoint()}")
-            say(f"step {step} is not saved, because it or a weight is not finite; {last_checkpoint()}")
+                raise UserError(message)
+            say(message)
         if stopping:
             say(f"stopped at step {step}; {last_checkpoint()}")
             return end()

@@ -211,7 +211,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     (["--init_from={trained}", "--d_model=64"], "adaln.bias is 64 in that checkpoint and 128 in this run"),
     (["--init_from={trained}", "--n_layer=3"], "is missing in that checkpoint"),
     (["--init_from={trained}", "--n_layer=1"], "missing in this run")])
-def test_weights_of_another_shape_are_refused_by_name(corpus, trained, tmp_path, argv, message):
+def test_weights_of_another_model_are_refused_by_name(corpus, trained, tmp_path, argv, message):
     argv = [word.format(trained=trained) for word in argv]
     with pytest.raises(UserError, match=message):
         run_train(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", *argv])
