@@ -17,7 +17,6 @@ assigns must be a setting of the script, except constants (in capitals) and name
 import ast
 import contextlib
 import difflib
-import linecache
 import operator
 import os
 import re
@@ -25,13 +24,18 @@ import runpy
 import sys
 import types
 
-from tqdm import tqdm                   # the progress bar of all scripts, which import it from here
+with contextlib.suppress(ModuleNotFoundError):          # a copy of the model alone needs no progress bars
+    from tqdm import tqdm               # the progress bar of all scripts, which import it from here
 
-# Names in nanoGPT and in other programs, for the hint after an unknown name.
+# Names in nanoGPT, in other programs and in earlier revisions, for the hint after an unknown name: "did you mean ...?"
+# Several words are no setting: they say what to do instead.
 OTHER_NAMES = dict(start="prompt", max_new_tokens="length", block_size="seq_len", n_embd="d_model", dataset="data",
                    lr="learning_rate", lr_decay_iters="max_iters", eval_iters="eval_sequences", order="decoder",
-                   settings="train_settings", gradient_accumulation_steps="micro_batch_size")
-PLAIN = (bool, int, float, str, list, tuple)            # types of the values that a setting can have
+                   gradient_accumulation_steps="micro_batch_size", init="untrained", model_config="untrained",
+                   mcqa="tasks", eval_only="python eval.py", local_rank="to start with torchrun")
+HELP = ("-h", "--help")
+# Settings that are paths, or several paths: a leading ~/ is the home folder.
+PATHS = set("out_dir data checkpoint init_from out prompt_file save_cache load_cache include_path".split())
 
 
 class UserError(ValueError):
@@ -45,15 +49,15 @@ class UserError(ValueError):
 def settings_of(namespace):
     """The settings in a namespace: public names with plain values, in order of definition."""
     return {k: v for k, v in namespace.items()
-            if not k.startswith("_") and not k.isupper() and isinstance(v, PLAIN)}
+            if not k.startswith("_") and not k.isupper() and isinstance(v, (bool, int, float, str, list, tuple))}
 
 
 def check_name(name, settings, where, advice=""):
     """Raises UserError, with the most similar settings and `advice`, if `name` is not a setting. where: the file or
     "command line", for the message."""
     if name not in settings:
-        other = OTHER_NAMES.get(name)
-        near = [other] if other in settings else difflib.get_close_matches(name, settings, n=2, cutoff=0.5)
+        other = OTHER_NAMES.get(name, "")
+        near = [other] if other in settings or " " in other else difflib.get_close_matches(name, settings, 2, 0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all settings"
         raise UserError(f"{where}: there is no setting '{name}'; {hint}{advice}")
 
@@ -86,6 +90,14 @@ def parse_value(text, default):
     return [value] if is_list and not isinstance(value, (list, tuple)) else value
 
 
+def expand_home(paths):
+    """Replaces a leading ~/ by the home folder: of one path, of several with commas between them, or of each in a list.
+    In `--out_dir=~/runs` the shell does not."""
+    if isinstance(paths, (list, tuple)):
+        return [expand_home(path) for path in paths]
+    return re.sub("(^|,)~/", lambda found: found[1] + os.path.expanduser("~/"), str(paths))
+
+
 def find_config(path):
     """The path of a config file. `path` is a path as it stands, a path in the repository's folder, or the bare name of
     a file in config/. Raises UserError, with the names in config/, if there is no such file."""
@@ -94,8 +106,8 @@ def find_config(path):
         if found.endswith(".py") and os.path.isfile(found):     # a checkpoint may be named by mistake: never run it
             return found
     known = sorted(name[:-3] for name in os.listdir(os.path.join(root, "config")) if name.endswith(".py"))
-    why = "is no .py file" if os.path.exists(path) else "does not exist"
-    raise UserError(f"config file {path} {why}; config/ has {', '.join(known)}; a setting is written --name=value")
+    raise UserError(f"config file {path} does not exist or does not end in .py; config/ has {', '.join(known)}; "
+                    f"a setting is written --name=value")
 
 
 def run_config(path, settings):
@@ -110,20 +122,12 @@ def run_config(path, settings):
     return {k: v for k, v in scope.items() if k[0] != "_" and not k.isupper() and not isinstance(v, helpers)}
 
 
-def check_words(words):
-    """Raises UserError for a word of the command line that is not UTF-8: it cannot be printed or saved."""
-    for word in words:
-        if re.search("[\ud800-\udfff]", word):      # how Python represents bytes that are not UTF-8
-            raise UserError(f"command line: {word!r} is not UTF-8; write it in UTF-8, or rename what it names")
-
-
 def print_help(namespace, settings):
     """Prints the docstring of a script, then its settings: values, and the comments after them in the source."""
-    print((namespace.get("__doc__") or "").strip())
-    if settings:
-        print("\nsettings (override with --name=value, or a config file):")
-    source = "".join(linecache.getlines(namespace.get("__file__", "")))      # of a dict that is no module: nothing
-    meanings = dict(re.findall(r"^(\w+) = .*?\s# (.*)$", source, re.MULTILINE))
+    print(namespace["__doc__"].strip())
+    print("\nsettings (override with --name=value, or a config file):")
+    with open(namespace["__file__"], encoding="utf-8") as file:
+        meanings = dict(re.findall(r"^(\w+) = .*?\s# (.*)$", file.read(), re.MULTILINE))
     for name, value in settings.items():
         print(f"  --{name + ' = ' + repr(value):<34}  {meanings.get(name, '')}".rstrip())
 
@@ -133,18 +137,15 @@ def configure(namespace, argv=None, where="command line"):
     Overrides the settings in `namespace`, a module's globals(), by config files and flags, in the order
     given. argv: list of str, by default sys.argv[1:]. Returns the final settings as a dict. Raises
     UserError for unknown names and wrong types; `where` tells where argv comes from. --help prints the
-    settings and exits with status 0.
+    settings as they are so far, and exits with status 0.
     """
     settings = settings_of(namespace)
     words = list(sys.argv[1:] if argv is None else argv)
-    check_words(words)
-    if "--help" in words or "-h" in words:
-        print_help(namespace, settings)
-        raise SystemExit(0)
     while words:
         word = words.pop(0)
-        if re.match("-[^-]", word):
-            raise UserError(f"{where}: {word} begins with one dash; a setting takes two: -{word}")
+        if word in HELP:
+            print_help(namespace, settings)
+            raise SystemExit(0)
         if not word.startswith("--"):
             for name, value in run_config(word, settings).items():
                 check_name(name, settings, word, "; the name of a helper variable begins with _")
@@ -156,12 +157,12 @@ def configure(namespace, argv=None, where="command line"):
         if not equals:                              # `--name value`; or, for a bool, `--name` alone, which is true
             if isinstance(settings[name], bool) and (not words or words[0].lower() not in ("true", "false")):
                 text = "true"
-            elif words and not words[0].startswith("--"):
+            elif words and (words[0] in HELP or not words[0].startswith("--")):
                 text = words.pop(0)
             else:
                 raise UserError(f"{where}: --{name} needs a value, as in --{name}=VALUE")
-        value = parse_value(text, settings[name])
-        settings[name] = fit(name, value, settings[name], where)
+        settings[name] = fit(name, parse_value(text, settings[name]), settings[name], where)
+    settings |= {name: expand_home(settings[name]) for name in PATHS & settings.keys()}
     namespace.update(settings)
     if argv is None:
         # torch.compile copies argv, without escaping, into the code that it generates: a quote would break it.
@@ -174,8 +175,9 @@ def check(settings, least=None, most=None, above=None, below=None, choices=None)
     Raises UserError for the first setting that is out of bounds: least <= value <= most, above < value < below, value
     in choices. Each argument is a dict {name of a setting: bound}.
     """
-    bounds = ((least, operator.ge, "at least"), (most, operator.le, "at most"),
-              (above, operator.gt, "above"), (below, operator.lt, "below"))
+    # Lower bounds first: with most=dict(min_lr=learning_rate) a learning_rate of 0 is the mistake, not min_lr.
+    bounds = ((least, operator.ge, "at least"), (above, operator.gt, "above"),
+              (most, operator.le, "at most"), (below, operator.lt, "below"))
     for table, holds, words in bounds:
         for name, bound in (table or {}).items():
             if not holds(settings[name], bound):        # a NaN is within no bound
@@ -185,49 +187,37 @@ def check(settings, least=None, most=None, above=None, below=None, choices=None)
             raise UserError(f"{name} must be one of {', '.join(map(str, allowed))}, but is {settings[name]!r}")
 
 
-def check_names(settings, *lists):
-    """Raises UserError if one of these settings, lists of names or paths, holds anything else."""
-    for name in lists:
-        if not all(isinstance(word, str) and word for word in settings[name]):
-            raise UserError(f"{name} must be names with commas between them, but is {settings[name]}; "
-                            f"write ./5 for a file named 5")
-
-
 # ----------------------------------------------------------------------------------------------
 # The end of a script
-
-def mute():
-    """Discards everything printed from now on. At its exit Python flushes stdout, and would print an error if stdout
-    cannot be written."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
 
 @contextlib.contextmanager
 def script(name):
     """
-    A context for the body of a script. A UserError, a file that cannot be read or written, or a lack of memory ends
-    the script with one sentence on stderr and status 1. Ctrl-C, after the imports, ends it with status 130. A closed
-    pipe ends it silently.
+    A context for the body of a script. A UserError, a file or a stdout that cannot be read or written, or a lack of
+    memory ends the script with one sentence on stderr and status 1. Ctrl-C, after the imports, ends it with status 130.
+    A closed pipe ends it silently, with status 141.
     """
-    for stream in ("stdout", "stderr"):
-        if getattr(sys, stream) is None:                # the shell closed it, for example by `>&-`
-            setattr(sys, stream, open(os.devnull, "w"))
+    sys.stdout = sys.stdout or open(os.devnull, "w")    # None if the shell closed it, by `>&-`
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+    if hasattr(sys.stdout, "reconfigure"):              # that of a notebook has not
+        # A character that the encoding lacks becomes "?". Each line is written at once: so its error is raised in here.
+        sys.stdout.reconfigure(errors="replace", line_buffering=True)
     try:
         yield
-        sys.stdout.flush()
-    except UserError as error:
+        sys.stdout.flush()                              # an error of stdout may show here only
+    except (UserError, UnicodeError) as error:          # text that should be UTF-8
         sys.exit(f"{name}: {error}")
     except KeyboardInterrupt:
         print(f"{name}: stopped", file=sys.stderr)
         sys.exit(130)
-    except OSError as error:
-        if error.errno is None:                         # of a library, for example the hub's without a network
-            sys.exit(f"{name}: {type(error).__name__}: {error}")
-        if error.filename is None:                      # the error is that of stdout
-            mute()
+    except OSError as error:                            # of a file, of stdout, or of a library without a network
+        if error.filename is None:
+            # At its exit Python flushes stdout, and would print an error if stdout cannot be written.
+            with contextlib.suppress(AttributeError, OSError):         # that of a notebook has no fileno
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):          # for example in `python sample.py | head`
             sys.exit(141)
-        what = f"{error.filename or 'an output'}: {error.strerror or error}"
+        what = f"{error.filename}: {error.strerror}" if error.filename else f"{type(error).__name__}: {error}"
         sys.exit(f"{name}: {what}; choose another path, or check this one")
     except (MemoryError, RuntimeError) as error:
         if not re.search("MemoryError|out of memory|allocate memory", repr(error)):

@@ -16,13 +16,12 @@ cache. To add a decoder, see "Another decoder" in docs/forking.md.
 """
 import dataclasses
 import math
-import numbers
 
 import torch
 
 import ops
 from configurator import UserError, check
-from model import take
+from model import select
 
 DECODERS = ("random", "confidence", "threshold", "first_hitting")
 IN_ORDER = ("random", "first_hitting")  # these reveal positions in the order of a random permutation
@@ -62,11 +61,6 @@ class Sampler:
 
     def __post_init__(self):
         check_decoder(vars(self))
-        if not self.seeds:
-            raise UserError("there are no seeds; give one for each row")
-        for seed in self.seeds:
-            if not isinstance(seed, numbers.Integral) or not -2 ** 63 <= seed < 2 ** 63:
-                raise UserError(f"a seed must be a whole number that fits into int64, but one is {seed}")
         if self.decoder == "first_hitting":
             self.tokens_per_step = 1
 
@@ -128,20 +122,20 @@ class ActiveBlock:
         self.next_positions = self.permutation[:, :p].clone()                  # (b, p), where the next step reveals
 
         # A draw is a function of its position in the block and of `key`, each entry (b,):
-        #   seed      of the row
-        #   offset    p times the number of steps so far: the next entry of `permutation`. It grows with each step, so
-        #             it is also the `step` of the draws.
-        #   begin     tokens of the row before this block. Without it, every block would get the same random numbers.
-        # `start` and `reveal` write offset and begin in place, so `key` always holds the current ones.
-        self.offset, self.begin = torch.zeros(2, b, dtype=torch.long, device=device)
-        self.key = (torch.tensor(sampler.seeds, device=device), self.offset, self.begin)
+        #   seed          of the row
+        #   n_revealed    entries of `permutation` that were read so far. It grows by p with each step, so draws are
+        #                 numbered by it.
+        #   begin         tokens of the row before this block. Without it, all blocks would get the same random numbers.
+        # `start` and `reveal` write n_revealed and begin in place, so `key` always holds the current ones.
+        self.n_revealed, self.begin = torch.zeros(2, b, dtype=torch.long, device=device)
+        self.key = (torch.tensor(sampler.seeds, device=device), self.n_revealed, self.begin)
 
     def start(self, xt, begin):
         """Takes the next block: xt (b, l) holds known tokens or the mask; begin (b,) tokens come before it."""
         l, is_masked = xt.size(1), xt == self.sampler.mask_id
         self.xt.copy_(xt)
         self.begin.copy_(begin)
-        self.offset.zero_()
+        self.n_revealed.zero_()
         self.t.copy_(is_masked.double().mean(1))        # first_hitting's clock starts here
         if self.sampler.decoder in IN_ORDER:
             rank = ops.uniform(l, PERMUTATION_STREAM, *self.key)               # (b, l), in (0, 1)
@@ -165,7 +159,7 @@ class ActiveBlock:
 
     def rewind(self):
         """Goes back to the first positions; xt and t stay. For recording or timing a step many times."""
-        self.offset.zero_()
+        self.n_revealed.zero_()
         self.next_positions.copy_(self.permutation[:, :self.tokens_per_step])
 
     def next_noise_level(self):
@@ -194,13 +188,14 @@ class ActiveBlock:
         sampler, positions = self.sampler, self.positions()
         if positions is not None:
             drawn = sampler.pick(logits_of(positions), positions, *self.key)   # (b, p)
-            unmask(self.xt, positions, drawn, sampler.mask_id, self.permutation, self.offset)
+            unmask_and_advance(self.xt, positions, drawn, sampler.mask_id, self.permutation, self.n_revealed)
         else:
             is_masked = self.xt == sampler.mask_id
             drawn, is_chosen = self.draw_and_choose(logits_of, is_masked)      # (b, l) each
             torch.where(is_chosen & is_masked, drawn, self.xt, out=self.xt)
-            # threshold may reveal more or fewer than p. The offset only has to differ between steps.
-            self.offset += self.tokens_per_step
+            # threshold may reveal more or fewer than p. Only the draws read n_revealed here, and they need no more
+            # than another number for each step.
+            self.n_revealed += self.tokens_per_step
 
     def draw_and_choose(self, logits_of, is_masked):
         """Draws a token for every position, and chooses which to reveal by the probability of the drawn token. Returns
@@ -227,16 +222,17 @@ class ActiveBlock:
 
 
 @ops.replaceable
-def unmask(xt, positions, drawn, mask_id, permutation, offset):
+def unmask_and_advance(xt, positions, drawn, mask_id, permutation, n_revealed):
     """
-    Writes drawn (b, p) at `positions` (b, p) of the block xt (b, l), where xt holds mask_id. Then prepares the next
-    step: offset (b,) grows by p, and `positions` becomes the p entries of permutation (b, l) at the new offset, counted
-    modulo l. All in place.
+    Two things, in one kernel on a GPU; all in place.
+      unmask     writes drawn (b, p) at `positions` (b, p) of the block xt (b, l), where xt holds mask_id
+      advance    n_revealed (b,) grows by p, and `positions` becomes the p entries of permutation (b, l) from there
+                 on, counted modulo l
     """
     p, current = positions.size(1), xt.gather(1, positions)                    # (b, p)
     xt.scatter_(1, positions, torch.where(current == mask_id, drawn, current))
-    offset += p
-    entries = offset[:, None] + torch.arange(p, device=positions.device)       # (b, p)
+    n_revealed += p
+    entries = n_revealed[:, None] + torch.arange(p, device=positions.device)   # (b, p)
     positions.copy_(permutation.gather(1, entries % permutation.size(1)))
 
 
@@ -261,6 +257,6 @@ def generate_naive(model, prompt, length, sampler):
             # so it never reads the masks there.
             x, t = torch.cat([finished, block.xt], 1), block.next_noise_level()            # (b, begin + l), (b,)
             hidden = model.all_block_hidden(x, x, t[:, None].expand(-1, x.size(1) // l))       # (b, begin + l, d)
-            block.reveal(lambda positions: model.token_logits(take(hidden[:, begin:], positions)))
+            block.reveal(lambda positions: model.token_logits(select(hidden[:, begin:], positions)))
         tokens = torch.cat([finished, block.xt], 1)
     return tokens[:, :total]

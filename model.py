@@ -22,19 +22,15 @@ queries, keys and values. `prefill` adds whole blocks of clean tokens to the cac
     python -m pytest tests/test_model.py              its tests
 """
 import dataclasses
-import difflib
-import glob
 import math
-import os
+from collections import namedtuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 import ops
-from configurator import UserError, configure, fit, run_config, script
-from data import VOCABULARY
-from paper import PARAMS
+from configurator import UserError
 
 
 @dataclasses.dataclass
@@ -60,24 +56,18 @@ class ModelConfig:
     rope_capacity: int = 262_144        # most positions; a longer request is refused
 
     def __post_init__(self):
-        def require(ok, message):
-            if not ok:
-                raise UserError(message)
+        """Raises UserError for a shape that cannot work."""
         for name, value in vars(self).items():
-            require(isinstance(value, bool) or value > 0, f"{name} must be above 0, but is {value}")
-        require(self.vocab_size > 1, "vocab_size must be above 1, but is 1: the last id is the mask")
-        require(self.seq_len % self.block_len == 0,
-                f"seq_len {self.seq_len} does not hold whole blocks of block_len {self.block_len}; "
-                f"choose a block_len that divides it")
-        # Rotation pairs the two halves of a head, so its width must be even.
-        require(self.d_model % (2 * self.n_head) == 0,
-                f"d_model {self.d_model} must be a multiple of 2 * n_head = {2 * self.n_head}")
-        require(not self.hybrid or self.d_inner % self.mamba_head_dim == 0,
-                f"mamba_expand * d_model = {self.d_inner} must be a multiple of mamba_head_dim "
-                f"{self.mamba_head_dim}")
-        require(self.seq_len <= self.rope_capacity,
-                f"seq_len {self.seq_len} is beyond the rotary capacity of {self.rope_capacity}; choose a "
-                f"smaller seq_len")
+            if value is not False and value <= 0:
+                raise UserError(f"{name} must be above 0, but is {value}")
+        # Rotation pairs the two halves of an attention head, so its width must be even. Attention-only models have no
+        # Mamba heads: `hybrid` is then 0, and 0 is a multiple of everything.
+        for multiple, value, of, divisor in (
+                ("seq_len", self.seq_len, "block_len", self.block_len),
+                ("d_model", self.d_model, "2 * n_head", 2 * self.n_head),
+                ("mamba_expand * d_model", self.hybrid * self.d_inner, "mamba_head_dim", self.mamba_head_dim)):
+            if value % divisor:
+                raise UserError(f"{multiple} is {value}, but must be a multiple of {of} = {divisor}")
 
     @property
     def hybrid(self):
@@ -103,11 +93,6 @@ class ModelConfig:
             raise UserError(f"{s} tokens are not whole blocks of block_len {self.block_len}; choose a multiple of it, "
                             f"such as {-(-max(s, 1) // self.block_len) * self.block_len}")
         return l
-
-    def for_length(self, s):
-        """The same model for sequences of s tokens. If s is one block, the result is a full-sequence model: the same
-        objective, but no cache. Raises UserError unless s is whole blocks and within the rotary capacity."""
-        return dataclasses.replace(self, seq_len=s, block_len=self.block_len_for(s))
 
 
 @dataclasses.dataclass
@@ -168,10 +153,10 @@ def gated(h, y, gate):
     return (h + (y if gate is None else gate * y)).to(h.dtype)
 
 
-def take(x, at):
-    """x (b, l, ...) -> (b, m, ...): of each row the positions `at` (b, m); all of x if `at` is None. A denoising step
-    takes the positions that it may reveal: only they need logits."""
-    return x if at is None else x[torch.arange(len(x), device=x.device)[:, None], at]
+def select(x, positions):
+    """x (b, l, ...) at these positions of each row (b, m) -> (b, m, ...); all of x if positions is None. A denoising
+    step selects the positions that it may reveal: only they need logits."""
+    return x if positions is None else x[torch.arange(len(x), device=x.device)[:, None], positions]
 
 
 class TimestepEmbedding(nn.Module):
@@ -198,8 +183,8 @@ class TimestepEmbedding(nn.Module):
 #
 # Their arguments:
 #   u, clean, noisy   the input of the mixer, normalised and modulated
-#   rope              cos and sin of the positions of u, (b, 1, s, e / 2) each; in two_stream, those of the whole
-#                     sequence, (s, e / 2) each
+#   rope              cos and sin of the positions of u, (b, 1, s, e / 2) each: rows may be at different positions
+#   rope_all          cos and sin of positions 0..s-1, (s, e / 2) each: in training all rows begin at position 0
 #   masks             those of ops.two_stream_masks
 #   last              whether this is the last layer, whose clean output nothing reads
 #   state             the mixer's part of the cache, see Cache.layers
@@ -215,7 +200,7 @@ class Attention(nn.Module):
         self.out_proj = nn.Linear(d, d, bias=False)
 
     def project(self, u, rope):
-        """u (b, s, d) -> q, k, v, each (b, h, s, e) with e = d / h; q and k are rotated."""
+        """u (b, s, d) -> q, k, v, each (b, h, s, e) with e = d / h; q and k are rotated. rope: rope or rope_all."""
         q, k, v = self.qkv(u).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)       # (b, h, s, e) each
         return rotate(q, *rope), rotate(k, *rope), v
 
@@ -223,16 +208,16 @@ class Attention(nn.Module):
         """y (b, h, s, e) -> (b, s, d)."""
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
-    def two_stream(self, clean, noisy, rope, masks, last):
+    def two_stream(self, clean, noisy, rope_all, masks, last):
         """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes. The last layer returns None for clean."""
         b, n_clean, _ = clean.shape
-        cos, sin = rope                                                        # (s, e / 2) each
+        cos, sin = rope_all                                                    # (s, e / 2) each
         # A clean token and its noisy copy have the same position, hence the same rotation.
         q_clean, k_clean, v_clean = self.project(clean, (cos[:n_clean], sin[:n_clean]))
         if self.detach_prefix:                          # the ablation: no gradient through keys and values
             k_clean, v_clean = k_clean.detach(), v_clean.detach()
         # (b * k, l, d) -> (b, s, d): the noisy blocks of a sequence follow each other; the mask keeps them apart.
-        q, k, v = self.project(noisy.unflatten(0, (b, -1)).flatten(1, 2), rope)        # (b, h, s, e) each
+        q, k, v = self.project(noisy.unflatten(0, (b, -1)).flatten(1, 2), rope_all)    # (b, h, s, e) each
         if last:
             q_clean = None                              # nothing reads the clean output
         y_clean, y = ops.two_stream_attention((q_clean, k_clean, v_clean), (q, k, v), masks)
@@ -249,11 +234,11 @@ class Attention(nn.Module):
 
     def append(self, k, v, state, lengths):
         """Writes k and v (b, h, m, e) into the cache, after the lengths (b,) tokens of each row."""
-        rows = torch.arange(len(k), device=k.device)[:, None]
-        at = lengths[:, None] + torch.arange(k.size(2), device=k.device)       # (b, m)
-        keys, values = state                                                   # (b, h, max_len, e) each
-        # A slice between two index tensors: the indexed axes (b, m) come first.
-        keys[rows, :, at], values[rows, :, at] = k.transpose(1, 2), v.transpose(1, 2)  # (b, m, h, e) on both sides
+        rows = torch.arange(len(k), device=k.device)[:, None]                  # (b, 1)
+        positions = lengths[:, None] + torch.arange(k.size(2), device=k.device)        # (b, m)
+        for cached, new in zip(state, (k, v)):          # cached (b, h, max_len, e), new (b, h, m, e)
+            # A slice between two index tensors: the indexed axes (b, m) come first, so both sides are (b, m, h, e).
+            cached[rows, :, positions] = new.transpose(1, 2)
 
     def denoise(self, u, state, lengths, rope):
         """One noisy block u (b, l, d) -> (b, l, d): attends to the cached prefix and to itself. Writes nothing."""
@@ -280,11 +265,6 @@ class Mamba2(nn.Module):
         self.norm_weight = nn.Parameter(torch.ones(di))
         self.out_proj = nn.Linear(di, d, bias=False)
 
-    def projection(self):
-        """The weight of in_proj with rows of zeros, (2 d_inner + 2 n + h + padding, d): tensor cores are fastest if its
-        height is a multiple of 64."""
-        return F.pad(self.in_proj.weight, (0, 0, 0, -self.in_proj.out_features % 64))
-
     @ops.replaceable
     def forward(self, u, conv=None, ssm=None, block_len=None, want_states=True):
         """
@@ -300,8 +280,10 @@ class Mamba2(nn.Module):
         """
         di, n = self.d_inner, self.d_state
 
-        # 1. Project: the gate z; x, B and C, which the convolution mixes; the step sizes dt.
-        proj = F.linear(u, self.projection())[..., :self.in_proj.out_features] # (r, s, di + c + h), no padding
+        # 1. Project: the gate z; x, B and C, which the convolution mixes; the step sizes dt. The weight gets rows of
+        # zeros, because tensor cores are fastest if its height is a multiple of 64.
+        weight = F.pad(self.in_proj.weight, (0, 0, 0, -self.in_proj.out_features % 64))
+        proj = F.linear(u, weight)[..., :self.in_proj.out_features]            # (r, s, 2 di + 2 n + h), no padding
         z, xBC, dt = proj.split([di, di + 2 * n, self.heads], -1)              # xBC (r, s, c)
 
         # 2. Convolve. The last w - 1 inputs of a block are the state from which the next block starts.
@@ -341,28 +323,31 @@ class BiMamba(nn.Module):
         y_rev = self.rev(u.flip(1), want_states=False)[0].flip(1)              # Eq. 12: i sees i..l-1 of its block
         return y_fwd + y_rev                                                   # Eq. 13, (r, l, d)
 
-    def two_stream(self, clean, noisy, rope, masks, last):
+    def two_stream(self, clean, noisy, rope_all, masks, last):
         """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes. The last layer returns its clean output too,
-        though nothing reads it: `fwd` computes it together with the states."""
+        though nothing reads it: `fwd` computes it together with the states. rope_all and masks are unused: a scan
+        knows the order of its tokens."""
         if clean.size(1) == 0:                          # a single block: there is no prefix
             return clean, self.scan_both(noisy)
-        # One clean scan leaves the state before every block (eq. boundary-state). Clean tokens have no reverse scan:
-        # one over the whole prefix would read later blocks, and could not be cached. One inside each clean block
-        # could, but the paper caches the forward scan alone.
-        # The k - 1 clean blocks have k boundaries: before each of them, and after the last one, where the last noisy
-        # block starts.
+        # One clean scan leaves a state at every bar (eq. boundary-state); bar 0 is zeros. With k = 4 blocks:
+        #
+        #   clean:   | b0 | b1 | b2 |          noisy:   b0 starts from bar 0, b1 from bar 1,
+        #   bar:     0    1    2    3                   b2 from bar 2, b3 from bar 3
+        #
+        # Clean tokens have no reverse scan: one over the whole prefix would read later blocks, and could not be
+        # cached. One inside each clean block could, but the paper caches the forward scan alone.
         y, convs, ssms = self.fwd(clean, block_len=noisy.size(1))              # (b, k, w - 1, c), (b, k, h, p, n)
         if self.detach_prefix:
             convs, ssms = convs.detach(), ssms.detach()
-        # All noisy blocks run as one batch of b * k rows, each from its own state: block j from what clean block
-        # j - 1 left, the first from zeros. Without detach_prefix, a block's loss trains the prefix that it starts
-        # from (eq. prefix-cache-gradient).
+        # All noisy blocks run as one batch of b * k rows, each from its own state. Without detach_prefix, a block's
+        # loss trains the prefix that it starts from (eq. prefix-cache-gradient).
         return y, self.scan_both(noisy, convs.flatten(0, 1), ssms.flatten(0, 1))
 
     def extend(self, u, state, lengths, rope, block_len):
         """Finished blocks u (b, m, d) -> (b, m, d): continues the forward scan; its last state replaces the cached one.
         lengths, rope and block_len are unused: the state stands for the prefix."""
-        y, convs, ssms = self.fwd(u, *state)                                   # u counts as one block
+        # No block_len: only the state after the last token is needed.
+        y, convs, ssms = self.fwd(u, *state)                                   # (b, 2, w - 1, c), (b, 2, h, p, n)
         for cached, states in zip(state, (convs, ssms)):
             cached.copy_(states[:, -1])
         return y
@@ -370,6 +355,12 @@ class BiMamba(nn.Module):
     def denoise(self, u, state, lengths, rope):
         """One noisy block u (b, l, d) -> (b, l, d): both directions, from the cached state. Writes nothing."""
         return self.scan_both(u, *state)
+
+
+# AdaLN's modulation of one layer. Each is (m, 1, d), or None where nothing is modulated:
+#   shift, scale, gate                of the mixer's input and output. A hybrid layer has shift and scale alone
+#   mlp_shift, mlp_scale, mlp_gate    of the MLP's
+Modulation = namedtuple("Modulation", "shift scale gate mlp_shift mlp_scale mlp_gate", defaults=[None] * 6)
 
 
 class Layer(nn.Module):
@@ -381,7 +372,6 @@ class Layer(nn.Module):
     def __init__(self, config, index):
         super().__init__()
         d = config.d_model
-        self.hybrid = config.hybrid
         # The paper does not give biases and AdaLN sizes. These reproduce its parameter counts.
         self.norm1 = nn.LayerNorm(d, bias=config.hybrid)
         self.norm2 = nn.LayerNorm(d, bias=config.hybrid)
@@ -390,30 +380,27 @@ class Layer(nn.Module):
         self.adaln = nn.Linear(d, 2 * d if config.hybrid else 6 * d)
 
     def modulation(self, cond):
-        """Conditioning cond (m, 1, d) or None -> shift, scale and gate of the mixer, then those of the MLP: each
-        (m, 1, d), or None where nothing is modulated."""
+        """Conditioning cond (m, 1, d) -> Modulation. None: nothing is modulated."""
         if cond is None:
-            return (None,) * 6
-        parts = self.adaln(cond).chunk(2 if self.hybrid else 6, -1)            # (m, 1, d) each
-        return parts + (None,) * (6 - len(parts))
+            return Modulation()
+        return Modulation(*self.adaln(cond).split(cond.size(-1), -1))          # (m, 1, d) each; hybrids have two
 
     def mixer_input(self, h, mod):
         """The normalised and modulated residual stream h."""
-        shift, scale, *_ = mod
-        return modulate(self.norm1(h), shift, scale)
+        return modulate(self.norm1(h), mod.shift, mod.scale)
 
     def after_mixer(self, h, y, mod):
         """The residual stream h after the mixer's output y is added, and then the MLP's."""
-        _, _, gate, mlp_shift, mlp_scale, mlp_gate = mod
-        h = gated(h, y, gate)
-        return gated(h, self.mlp(modulate(self.norm2(h), mlp_shift, mlp_scale)), mlp_gate)
+        h = gated(h, y, mod.gate)
+        y = self.mlp(modulate(self.norm2(h), mod.mlp_shift, mod.mlp_scale))
+        return gated(h, y, mod.mlp_gate)
 
-    def two_stream(self, clean, noisy, cond_clean, cond_noisy, rope, masks, last):
+    def two_stream(self, clean, noisy, cond_clean, cond_noisy, rope_all, masks, last):
         """Both streams, clean (b, s - l, d) and noisy (b * k, l, d) -> the same shapes. The last layer returns None for
         clean."""
         mod_clean, mod_noisy = self.modulation(cond_clean), self.modulation(cond_noisy)
         y_clean, y_noisy = self.mixer.two_stream(
-            self.mixer_input(clean, mod_clean), self.mixer_input(noisy, mod_noisy), rope, masks, last)
+            self.mixer_input(clean, mod_clean), self.mixer_input(noisy, mod_noisy), rope_all, masks, last)
         clean = None if last else self.after_mixer(clean, y_clean, mod_clean)
         return clean, self.after_mixer(noisy, y_noisy, mod_noisy)
 
@@ -512,8 +499,8 @@ class BlockDiffusionLM(nn.Module):
         """Rotary tables (cos, sin), each (b, 1, count, head_dim / 2), of the `count` positions after lengths (b,).
         `new_cache` made the table long enough for max_len and one active block, as far as the rotary capacity allows.
         There is no check here, because it would make the host wait for the device."""
-        at = lengths[:, None] + torch.arange(count, device=lengths.device)     # (b, count)
-        return self._rope[1][:, at][:, :, None].unbind()
+        positions = lengths[:, None] + torch.arange(count, device=lengths.device)      # (b, count)
+        return self._rope[1][:, positions][:, :, None].unbind()
 
     def condition(self, t):
         """Conditioning of noisy tokens (m, 1, d) from t (m,). Models without timestep conditioning ignore t and embed
@@ -559,10 +546,10 @@ class BlockDiffusionLM(nn.Module):
         noisy = self.embed(xt).view(-1, l, self.config.d_model).to(dtype)      # (b * k, l, d)
         cond_clean = self.condition_clean()                                    # (1, 1, d) or None
         cond_noisy = self.condition(t.reshape(-1))                             # (b * k or 1, 1, d)
-        rope, masks = self.rope(s), ops.two_stream_masks(s, l, x0.device)
+        rope_all, masks = self.rope(s), ops.two_stream_masks(s, l, x0.device)
         for i, layer in enumerate(self.layers):
             last = i + 1 == len(self.layers)
-            clean, noisy = layer.two_stream(clean, noisy, cond_clean, cond_noisy, rope, masks, last)
+            clean, noisy = layer.two_stream(clean, noisy, cond_clean, cond_noisy, rope_all, masks, last)
         return self.final(noisy, cond_noisy).view(b, s, -1)
 
     def all_block_logits(self, x0, xt, t):
@@ -629,12 +616,11 @@ class BlockDiffusionLM(nn.Module):
         return Cache(layers, torch.zeros(batch, dtype=torch.long, device=weight.device), max_len)
 
     @torch.no_grad()
-    def prefill(self, x0, cache, chunk_tokens=4096, on_chunk=None):
+    def prefill(self, x0, cache, chunk_tokens=4096):
         """Appends finished blocks x0 (b, m) to the cache; m is a multiple of the block length. About chunk_tokens
         tokens of all rows together go through the model at a time, because kernels fail at tensors of 2^31 elements.
         The cache does not depend on it, up to rounding: a chunk is whole blocks, and tokens see no later block.
-        on_chunk(n) is called after n more tokens of each row. Raises UserError for a full-sequence model, for parts of
-        blocks, and if the cache is too small."""
+        Raises UserError for a full-sequence model, for parts of blocks, and if the cache is too small."""
         if x0.size(1) == 0:
             return
         if self.config.full_sequence:
@@ -651,8 +637,6 @@ class BlockDiffusionLM(nn.Module):
             for layer, state in zip(self.layers, cache.layers):
                 h = layer.extend(h, cond, state, cache.lengths, rope, l)
             cache.lengths += x.size(1)                  # after all layers: each has appended behind the old length
-            if on_chunk:
-                on_chunk(x.size(1))
 
     def commit(self, x0_block, cache):
         """Appends one finished block (b, l) to the cache: the clean pass of eq. bdlm-kv-cache."""
@@ -661,7 +645,7 @@ class BlockDiffusionLM(nn.Module):
     @torch.no_grad()
     def denoise_hidden(self, xt, cache, t):
         """Hidden states (b, l, d) of the active block, see `denoise`."""
-        self.check_active(xt)
+        assert self.config.full_sequence or xt.size(1) == self.config.block_len, "a block of another length"
         h, cond = self.embed(xt), self.condition(t)
         rope = self.rope_after(cache.lengths, xt.size(1))
         for layer, state in zip(self.layers, cache.layers):
@@ -673,12 +657,6 @@ class BlockDiffusionLM(nn.Module):
         cache."""
         return self.logits(self.denoise_hidden(xt, cache, t))
 
-    def check_active(self, xt):
-        """Raises UserError if the active block xt (b, l) has another length than the blocks of training."""
-        if not self.config.full_sequence and xt.size(1) != self.config.block_len:
-            raise UserError(f"an active block must have block_len = {self.config.block_len} tokens, as in training, "
-                            f"but has {xt.size(1)}")
-
 
 def cast_for_inference(model, dtype):
     """Casts the weights of a model in place, sets evaluation mode, and returns the model. A_log, dt_bias and D stay
@@ -689,64 +667,6 @@ def cast_for_inference(model, dtype):
     return model.eval()
 
 
-def train_flops(config, s, masked=0.5):
-    """
-    Floating-point operations of one training sequence of s tokens, forward and backward: matrix products of both
-    streams (2 per weight and token, times 3), attention's visible area, the scan's chunked products, and the head on
-    the share `masked` of positions. Recomputation is not counted.
-    """
-    d, v, n, di = config.d_model, config.vocab_size, config.d_state, config.d_inner
-    l = config.block_len_for(s)
-    k, n_clean = s // l, s - l
-    total = s * masked * 2 * d * v
-    for i in range(config.n_layer):
-        clean_out = 0 if i == config.n_layer - 1 else n_clean   # clean tokens that go past the mixer
-        total += (s + clean_out) * 2 * 8 * d * d            # the MLP
-        if i % config.attn_every == 0:
-            area = l * l * (k * (k - 1) // 2 + k)           # noisy: earlier clean blocks and its own
-            area += l * l * k * (k - 1) // 2 if clean_out else 0
-            total += (s + clean_out) * 2 * 4 * d * d            # qkv and the output projection
-            total += (n_clean - clean_out) * 2 * 2 * d * d      # the last layer's clean tokens: only keys and values
-            total += 4 * area * d                               # scores, weighted values
-        else:
-            q = min(config.chunk_len, l)
-            project = 2 * d * (2 * di + 2 * n + di // config.mamba_head_dim) + 2 * di * d
-            scan = 2 * q * n + 2 * q * di + 4 * n * di      # scores, times x, state in and out
-            directions = 2 if config.reverse_scan else 1    # of noisy tokens; clean ones are scanned forward
-            total += (directions * s + n_clean) * (project + scan)
-    return 3 * total
-
-
-# ----------------------------------------------------------------------------------------------
-
-def config_from_file(path):
-    """The ModelConfig of a config file, given by its path or its name in config/. Its training settings are ignored.
-    Its vocabulary is that of its tokenizer. Raises UserError for a file that cannot be read, a misspelt name, or a
-    shape that cannot work."""
-    defaults = dataclasses.asdict(ModelConfig())
-    settings = run_config(path, defaults)
-    for name in settings.keys() - defaults.keys():      # a setting of train.py, unless it nearly is one of the model
-        if near := difflib.get_close_matches(name, defaults, 1, cutoff=0.85):
-            raise UserError(f"{path}: there is no setting '{name}'; did you mean {near[0]}?")
-    if (tokenizer := str(settings.get("tokenizer"))) in VOCABULARY:
-        settings["vocab_size"] = VOCABULARY[tokenizer]
-    return ModelConfig(**{k: fit(k, v, defaults[k], path) for k, v in settings.items() if k in defaults})
-
-
-def main():
-    print(f"{'config':<24}{'width':>6}{'layers':>7}{'heads':>6}{'state':>6}{'block':>6}"
-          f"{'parameters':>14}{'paper':>10}")
-    for path in sorted(glob.glob(os.path.join(os.path.dirname(__file__) or ".", "config", "*.py"))):
-        name = os.path.basename(path)[:-3]
-        config = config_from_file(path)
-        with torch.device("meta"):
-            n_params = BlockDiffusionLM(config).n_params
-        paper = f"{PARAMS[name]:.2f}M" if name in PARAMS else "-"
-        print(f"{name:<24}{config.d_model:>6}{config.n_layer:>7}{config.n_head:>6}"
-              f"{config.d_state if config.hybrid else '-':>6}{config.block_len:>6}{n_params:>14,}{paper:>10}")
-
-
-if __name__ == "__main__":
-    with script("model.py"):
-        configure(dict(__doc__=__doc__))                # --help; there are no settings
-        main()
+if __name__ == "__main__":              # the same as `python paper.py`
+    import runpy
+    runpy.run_module("paper", run_name="__main__")

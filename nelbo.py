@@ -20,7 +20,7 @@ from data import batches, noise_generators
 def progress(parallel, what, total, unit, terse=False):
     """A progress bar with ETA on rank 0's stderr. If stderr is no terminal, it is updated only every 30 seconds. terse:
     the bar appears only on a terminal, and only for work that takes more than three seconds."""
-    terminal = sys.stderr.isatty()
+    terminal = hasattr(sys.stderr, "isatty") and sys.stderr.isatty()
     return tqdm(desc=what, total=total, unit=unit, file=sys.stderr, leave=False, unit_scale=True,
                 mininterval=0.2 if terminal else 30, delay=3 if terse else 0,
                 disable=parallel.rank > 0 or (terse and not terminal))
@@ -74,7 +74,8 @@ def nelbo_sums(model, x, parallel, autocast, seed, mc, stratified=False, batch_s
         for rows in batches(mine, batch_size):
             x0 = x[list(rows)].to(parallel.device)
             for j in range(mc):
-                generators = noise_generators(seed, [(j << 32) | row for row in rows])  # a number for each (j, row)
+                # Sample j of sequence `row`: fewer samples or fewer sequences draw the same noise.
+                generators = noise_generators(seed, [j * 2**32 + row for row in rows])
                 t, is_masked = model.draw_noise(x0, generators, (j, mc) if stratified else (0, 1))
                 with autocast():
                     sums[rows, j] = sequence_nelbo(model, x0, is_masked, t)

@@ -103,6 +103,7 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
     assert s % l == 0, f"{s} positions are not whole blocks of {block_len}"
     # Each block is cut into the fewest chunks of at most chunk_len positions: c chunks in all, of q positions each. The
     # last chunk of a block is filled up with positions that leave the state as it is, because their dt is 0.
+    # l = 200, chunk_len = 128: two chunks of 100, fill 0. l = 7, chunk_len = 4: two chunks of 4, fill 1.
     q = math.ceil(l / math.ceil(l / chunk_len))
     fill = -l % q
     dtype = at_least_fp32(x.dtype)
@@ -126,8 +127,8 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
         scores = C @ B.transpose(2, 3)                                         # (b, c, q, q), the same for all heads
         y = (scores[:, :, None] * decay) @ xd                                  # (b, c, h, q, p)
 
-        # 2. The state at the end of each chunk, as if the chunk started from zeros. That of the last chunk goes
-        # into the returned states only. m is the number of chunks for which it is computed.
+        # 2. The state at the end of each chunk, as if the chunk started from zeros. If no states are wanted, the last
+        # chunk's is not needed: m = c - 1 chunks.
         m = c if want_states else c - 1
         to_end = decay[:, :m, :, -1, :, None]                                  # (b, m, h, q, 1)
         local = (xd[:, :m] * to_end).transpose(3, 4) @ B[:, :m, None]          # (b, m, h, p, n)
@@ -198,10 +199,8 @@ def conv_boundaries(u, initial, block_len):
     before each of the k = s / block_len blocks (None: one block), and those before the end. Returns (b, k + 1, w-1, c).
     """
     w1, l = initial.size(1), block_len or u.size(1)                            # w1 is w - 1
-    if l < w1:                                          # a state spans several blocks
-        return torch.cat([initial.to(u.dtype), u], 1).unfold(1, w1, l).transpose(2, 3)         # (b, k + 1, w1, c)
-    ends = u.unflatten(1, (-1, l))[:, :, l - w1:]                              # (b, k, w1, c)
-    return torch.cat([initial.to(u.dtype)[:, None], ends], 1)                  # (b, k + 1, w1, c)
+    # Block i of u begins l * i columns after `initial`, so the w - 1 columns before it begin at column l * i.
+    return torch.cat([initial.to(u.dtype), u], 1).unfold(1, w1, l).transpose(2, 3)             # (b, k + 1, w1, c)
 
 
 @replaceable
@@ -395,19 +394,19 @@ def uniform(n, stream, seed, step, begin):
 
 
 @replaceable
-def gumbel_argmax(logits, at, seed, step, begin):
+def gumbel_argmax(logits, positions, seed, step, begin):
     """
     Draws tokens (b, m) int64 from softmax(logits) by the Gumbel-max trick: the argmax of logits plus Gumbel noise is
-    such a draw, and minus the log of an exponential variate is Gumbel noise. logits (b, m, v) are those of the
-    positions `at` (b, m) of a block; seed, step and begin as for `uniform`. The uniform variates have 52 bits. With 24
-    the tail of large noise would be cut off, and samples would be too sharp (arXiv 2409.02908).
+    such a draw, and minus the log of an exponential variate is Gumbel noise. logits (b, m, v) are those at these
+    positions (b, m) of a block; seed, step and begin as for `uniform`. The uniform variates have 52 bits. With 24 the
+    tail of large noise would be cut off, and samples would be too sharp (arXiv 2409.02908).
     """
     v, drawn = logits.size(-1), []
     seed, step, begin = (x[:, None, None] for x in (seed, step, begin))        # (b, 1, 1) each
     # _uniforms returns two variates, so stream i serves two tokens: i and i + ceil(v / 2).
     # Some positions at a time, so that their noise fits into a CPU's cache.
     pairs, per_tile = torch.arange(-(-v // 2), device=logits.device), max(1, 2 ** 17 // v)
-    for x, position in zip(logits.split(per_tile, 1), at[..., None].split(per_tile, 1)):
+    for x, position in zip(logits.split(per_tile, 1), positions[..., None].split(per_tile, 1)):
         u = torch.cat(_uniforms(seed, pairs, position, step, begin), -1)[..., :v]              # (b, per_tile, v)
         drawn.append((x.double() - (-torch.log1p(-u)).log()).argmax(-1))       # -log1p(-u) is exponential
     return torch.cat(drawn, 1)

@@ -2,9 +2,17 @@
 The numbers in the paper: parameters, results and throughput of its four models, and its rule for learning rates.
 Labels such as tab:arch-87m are those of the paper's LaTeX source.
 
-    python model.py                 compares parameter counts with PARAMS
+    python paper.py                 compares parameter counts with PARAMS; so does python model.py
     python bench.py train           compares throughput with TRAIN; `sample` with SAMPLE
 """
+import difflib
+from pathlib import Path
+
+import torch
+
+from configurator import UserError, fit, run_config, script
+from data import VOCABULARY
+from model import BlockDiffusionLM, ModelConfig
 
 MODELS = {                              # prefix of the config file: (name, colour) in every figure
     "attention": ("full-sequence attention", "#7f7f7f"),
@@ -57,3 +65,36 @@ def transfer_lr(small_lr, width, depth, batch, tokens):
     and 2.65e-3.
     """
     return small_lr * width ** -1 * depth ** -0.5 * batch ** 0.5 * tokens ** -0.5
+
+
+def config_from_file(path):
+    """The ModelConfig of a config file, given by its path or its name in config/. Its training settings are ignored.
+    Its vocabulary is that of its tokenizer. Raises UserError for a file that cannot be read, a misspelt name, or a
+    shape that cannot work."""
+    defaults = vars(ModelConfig())
+    settings = run_config(path, defaults)
+    for name in settings.keys() - defaults.keys():      # a setting of train.py, unless it nearly is one of the model
+        if near := difflib.get_close_matches(name, defaults, 1, cutoff=0.85):
+            raise UserError(f"{path}: there is no setting '{name}'; did you mean {near[0]}?")
+    if (tokenizer := str(settings.get("tokenizer"))) in VOCABULARY:
+        settings["vocab_size"] = VOCABULARY[tokenizer]
+    return ModelConfig(**{k: fit(k, v, defaults[k], path) for k, v in settings.items() if k in defaults})
+
+
+def count_parameters():
+    """Prints a line for each file in config/: its shape, the number of its parameters, and what the paper says."""
+    print(f"{'config':<24}{'width':>6}{'layers':>7}{'heads':>6}{'state':>6}{'block':>6}"
+          f"{'parameters':>14}{'paper':>10}")
+    for path in sorted(Path(__file__).resolve().parent.glob("config/*.py")):
+        c = config_from_file(str(path))
+        with torch.device("meta"):                      # no memory for the weights, and no time to draw them
+            n_params = BlockDiffusionLM(c).n_params
+        state = c.d_state if c.hybrid else "-"
+        printed = f"{PARAMS[path.stem]:.2f}M" if path.stem in PARAMS else "-"
+        print(f"{path.stem:<24}{c.d_model:>6}{c.n_layer:>7}{c.n_head:>6}{state:>6}{c.block_len:>6}"
+              f"{n_params:>14,}{printed:>10}")
+
+
+if __name__ == "__main__":
+    with script("paper.py"):
+        count_parameters()

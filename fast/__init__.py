@@ -32,10 +32,9 @@ def select(device, training=True):
         # for single blocks: generation
         "cached_attention": cached_attention.cached_attention,
         "cached_attention_pairs": cached_attention.cached_attention,
-        "ssd_scan_both": scan.ssd_scan_both, "ssd_scan_pairs": scan.ssd_scan_pairs,
-        "causal_conv_both": conv.causal_conv_both, "add_norm": residual.add_norm,
-        "rotate_both": rotate.rotate_both,
-        "uniform": draw.uniform, "gumbel_argmax": draw.gumbel_argmax, "unmask": draw.unmask})
+        "scan_block": scan.scan_block, "causal_conv_both": conv.causal_conv_both, "add_norm": residual.add_norm,
+        "rotate_block": rotate.rotate_block,
+        "uniform": draw.uniform, "gumbel_argmax": draw.gumbel_argmax, "unmask_and_advance": draw.unmask_and_advance})
     if not training:
         return "kernels: Triton"
     from fast import two_stream

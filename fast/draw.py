@@ -4,7 +4,7 @@ Triton kernels that draw the tokens of a denoising step from its logits.
   uniform         replaces ops.uniform by one kernel. In PyTorch, Philox's ten rounds are more than a hundred kernels.
   gumbel_argmax   replaces ops.gumbel_argmax. The noise is computed in registers, so memory traffic is one read of the
                   logits. Noise is fp32, with full relative precision even in its tail, where it is large.
-  unmask          replaces decoders.unmask: writes drawn tokens over masks and looks up the next positions
+  unmask_and_advance    replaces that of decoders: writes drawn tokens over masks and looks up the next positions
 
 Without a GPU, Triton's interpreter tests them:
 
@@ -77,18 +77,18 @@ def best_kernel(value, index, out, shares, v, S: tl.constexpr):
 
 
 @triton.jit
-def unmask_kernel(xt, positions, drawn, permutation, offset, mask, l, p, P: tl.constexpr):
-    """Writes the p drawn tokens of one row over masks. Then `positions` gets the next ones, and `offset` grows by p."""
+def unmask_kernel(xt, positions, drawn, permutation, n_revealed, mask, l, p, P: tl.constexpr):
+    """Writes the p drawn tokens of one row over masks. n_revealed grows by p, and `positions` gets the next ones."""
     row, j = tl.program_id(0).to(tl.int64), tl.arange(0, P)
     ok = j < p
     ptr = xt + row * l + tl.load(positions + row * p + j, mask=ok, other=0)
     held = tl.load(ptr, mask=ok, other=0)
     tl.store(ptr, tl.load(drawn + row * p + j, mask=ok, other=0), mask=ok & (held == mask))
-    next_offset = tl.load(offset + row) + p
-    after = tl.load(permutation + row * l + (next_offset + j) % l, mask=ok, other=0)
-    tl.debug_barrier()  # all threads have read `positions` and `offset` before they are overwritten
+    revealed = tl.load(n_revealed + row) + p
+    after = tl.load(permutation + row * l + (revealed + j) % l, mask=ok, other=0)
+    tl.debug_barrier()  # all threads have read `positions` and n_revealed before they are overwritten
     tl.store(positions + row * p + j, after, mask=ok)
-    tl.store(offset + row, next_offset)
+    tl.store(n_revealed + row, revealed)
 
 
 def uniform(n, stream, seed, step, begin):
@@ -98,24 +98,24 @@ def uniform(n, stream, seed, step, begin):
     return out
 
 
-def gumbel_argmax(logits, at, seed, step, begin):
-    """As ops.gumbel_argmax: logits (b, m, v), at (b, m), the others (b,)"""
+def gumbel_argmax(logits, positions, seed, step, begin):
+    """As ops.gumbel_argmax: logits (b, m, v), positions (b, m), the others (b,)"""
     m, v = logits.shape[1:]
     half, rows = triton.cdiv(v, 2), rowwise(logits).reshape(-1, v)
     value = rows.new_empty(len(rows), triton.cdiv(half, SHARE), dtype=torch.float64)
     index = torch.empty_like(value, dtype=torch.long)
     gumbel_argmax_kernel[value.shape](
-        rows, at.contiguous(), seed, step, begin, value, index, m, v, half, rows.stride(0),
+        rows, positions.contiguous(), seed, step, begin, value, index, m, v, half, rows.stride(0),
         SHARE=SHARE, TILE=TILE, num_warps=4)
-    out = torch.empty_like(at)
+    out = torch.empty_like(positions)
     best_kernel[out.numel(),](value, index, out, value.shape[1], v, S=triton.next_power_of_2(value.shape[1]))
     return out
 
 
-def unmask(xt, positions, drawn, mask_id, permutation, offset):
-    """As decoders.unmask: xt (b, l), positions and drawn (b, p), permutation (b, l), offset (b,), all int64 and
-    contiguous. Writes into xt, positions and offset."""
-    tensors, p = (xt, positions, drawn, permutation, offset), positions.shape[1]
+def unmask_and_advance(xt, positions, drawn, mask_id, permutation, n_revealed):
+    """As decoders.unmask_and_advance: xt (b, l), positions and drawn (b, p), permutation (b, l), n_revealed (b,), all
+    int64 and contiguous. Writes into xt, positions and n_revealed."""
+    tensors, p = (xt, positions, drawn, permutation, n_revealed), positions.shape[1]
     assert all(u.is_contiguous() for u in tensors) and drawn.shape == positions.shape
     unmask_kernel[len(xt),](
         *tensors, mask_id, xt.shape[1], p, P=triton.next_power_of_2(p))

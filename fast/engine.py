@@ -15,7 +15,7 @@ import torch
 import ops
 from configurator import UserError
 from decoders import ActiveBlock
-from model import take
+from model import select
 
 
 class FastEngine:
@@ -88,13 +88,17 @@ class FastEngine:
         # If `at` was given, `reveal` asks for exactly these positions, which are what hidden has. Else hidden has the
         # whole block, and `reveal` may ask for all of it at once.
         block.reveal(lambda asked: self.model.token_logits(
-            hidden if asked.size(1) == hidden.size(1) else take(hidden, asked)))
+            hidden if asked.size(1) == hidden.size(1) else select(hidden, asked)))
 
     def capture(self):
         """Records a step without and a step with a commit. The cache must be empty, and is empty afterwards. All lazy
         compilation, tuning and loading happens here, so the first block is as fast as the others."""
-        self.block.start(self.block.xt.clone(), self.begin)
         kinds = (False, True) if self.cache.max_len else (False,)      # without a cache nothing is committed
+        # Positions must not depend on what kernels compute that do not run.
+        if "cached_attention" in ops.FAST and self.block.positions() is not None:
+            from fast.triton_tools import compile_first
+            compile_first(lambda: [self.denoise(commit) for commit in kinds])
+        self.block.start(self.block.xt.clone(), self.begin)
         for commit in kinds:
             graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())

@@ -2,7 +2,7 @@
 `inference_model` prepares a model for generation. Its results equal the plain model's up to rounding.
   1. Without timestep conditioning, modulation is constant: it is folded into norms and projections.
   2. Both directions of a Mamba layer (eq. partial-reverse) run as one mixer of double width.
-  3. Matrix products with few rows are split in two; the MLP's first product also applies the GELU.
+  3. Matrix products with few rows are split; the MLP's first product also applies the GELU.
   4. Additions to the residual stream are fused with the norm that follows them.
   5. A finished block is committed in the same forward pass as the first step of the next block.
   6. The last layer's output projection and MLP compute only the positions that the step may reveal.
@@ -18,25 +18,34 @@ import torch.nn.functional as F
 import ops
 from configurator import UserError
 from fast import plain                  # replaceable operations: on a GPU these calls run Triton kernels
-from model import Attention, BlockDiffusionLM, Layer, cast_for_inference, modulate, take
+from model import Attention, BlockDiffusionLM, Layer, Modulation, cast_for_inference, modulate
 
 FEW_ROWS = 512                          # rows of two blocks of 256: a finished one and the active one
+LONG_SUM = 4096                         # a product with few rows and so long a sum is split into four
 CUT_ON = ("cuda",)                      # devices on which products with few rows are split
 
 
 def linear_in_parts(x, weight, ways=1):
     """Returns P partial products (P, ..., d) that sum to x W^T. x (..., k), weight (d, k). On a GPU, a product with
-    few rows is split along k into two, which occupies more of the GPU; the residual addition sums them at no cost.
-    ways=2: x is two inputs side by side, which still need different norms, so their products stay separate. Then P
-    is always 2: the halves of k are the two inputs."""
+    few rows is split along k into two or four, which occupies more of the GPU; the residual addition sums them at
+    little cost. ways=2: x is two inputs side by side, which still need different norms, so their products stay
+    separate: the halves of k, and of the P parts, are the two inputs."""
     rows, k = x.numel() // x.size(-1), x.size(-1)
-    cut = x.device.type in CUT_ON and rows <= FEW_ROWS and k % 16 == 0
-    parts = 2 if cut else ways
+    cut = x.device.type in CUT_ON and rows <= FEW_ROWS and k % 32 == 0
+    parts = (4 if k >= LONG_SUM else 2) if cut else ways
     if parts == 1:
         return F.linear(x, weight)[None]
     y = torch.bmm(x.reshape(rows, parts, k // parts).transpose(0, 1),
                   weight.view(-1, parts, k // parts).permute(1, 2, 0))         # (P, rows, d)
     return y.view(parts, *x.shape[:-1], -1)
+
+
+def pick(x, at):
+    """As model.take, x (b, l, ...) -> (b, m, ...), by a gather, which is one short kernel."""
+    if at is None:
+        return x
+    rows = x.flatten(2)                                                        # (b, l, values of a position)
+    return rows.gather(1, at[..., None].expand(-1, -1, rows.size(2))).unflatten(2, x.shape[2:])
 
 
 def linear_gelu(x, weight, bias):
@@ -49,39 +58,26 @@ def linear_gelu(x, weight, bias):
 
 # ----------------------------------------------------------------------------------------------
 # Mixers. They return (parts, power), which plain.join_parts turns into the mixer's output. parts (P, b, m, d): partial
-# products to be summed. power (b, m, P, h): mean squares for the RMS norm that each part still lacks; None: no norm.
+# products to be summed. power (b, m, 2, h): mean squares for the RMS norms that they still lack; None: no norm.
 # at (b, m): the positions to compute, given in the last layer alone; None: all of them.
 
 class InferenceAttention:
-    """Generation with a model.Attention: `denoise`, and `commit_and_denoise` of two blocks in one pass."""
+    """Generation with a model.Attention."""
 
     def __init__(self, mixer):
         self.mixer = mixer
 
-    def project(self, u, rope):
-        """As Attention.project: u (b, l, d) -> q, k, v, each (b, h, l, e)."""
+    def step(self, u, state, lengths, rope, at, commit, last):
+        """As InferenceLayer.step. The keys and values of finished blocks are appended to the cache first, so that the
+        active blocks see them there."""
         qkv = self.mixer.qkv(u).unflatten(-1, (3, self.mixer.n_head, -1))      # (b, l, 3, h, e)
-        return *plain.rotate_both(qkv[:, :, :2], *rope), qkv[:, :, 2].transpose(1, 2)
-
-    def merge(self, y):
+        q, k = plain.rotate_block(qkv, rope, lengths, *(state if commit else ()))
+        v = qkv[:, :, 2]                                                       # (b, l, h, e) each
+        if commit and last:
+            q, k, v, lengths = (x[len(u) // 2:] for x in (q, k, v, lengths))
+        q, k, v = (x.transpose(1, 2) for x in (pick(q, at), k, v))             # (b, h, m or l, e) each
+        y = plain.cached_attention_pairs(q, k, v, *state, lengths, u.size(1))  # (b, h, m, e)
         return linear_in_parts(y.transpose(1, 2).flatten(2), self.mixer.out_proj.weight), None
-
-    def denoise(self, u, state, lengths, rope, at=None):
-        """One noisy block u (b, l, d). Reads the cache only."""
-        q, k, v = self.project(u, rope)                                        # (b, h, l, e) each
-        q = take(q.transpose(1, 2), at).transpose(1, 2)                        # (b, h, m, e)
-        return self.merge(ops.cached_attention(q, k, v, *state, lengths, u.size(1)))
-
-    def commit_and_denoise(self, u, state, lengths, rope, at=None, last=False):
-        """u (2 b, l, d): b finished blocks, then the b active blocks that follow them. lengths (2 b,): cached tokens
-        that each row sees. The keys and values of finished blocks are appended to the cache first, so that the active
-        blocks see them there. In the last layer (`last`) only the active blocks are computed."""
-        q, k, v = self.project(u, rope)
-        b = len(u) // 2
-        self.mixer.append(k[:b], v[:b], state, lengths[:b])
-        if last:
-            q, k, v, lengths = take(q[b:].transpose(1, 2), at).transpose(1, 2), k[b:], v[b:], lengths[b:]
-        return self.merge(plain.cached_attention_pairs(q, k, v, *state, lengths, u.size(1)))
 
 
 class InferenceMamba:
@@ -113,33 +109,23 @@ class InferenceMamba:
         self.D = torch.stack([m.D for m in pair]).to(exact)
 
     def can_merge(self, u):
-        """Whether the merged mixer can run: it needs both directions, and a block that one kernel can scan."""
-        return self.mixer.reverse_scan and u.size(1) <= plain.SCAN_ROW
+        """Whether the merged mixer can run: it needs both directions, and a block that one kernel can scan and that is
+        not shorter than the state of the convolution."""
+        shortest = self.mixer.fwd.conv_weight.size(1) - 1
+        return self.mixer.reverse_scan and shortest <= u.size(1) <= plain.SCAN_ROW
 
-    def denoise(self, u, state, lengths, rope, at=None):
-        """One noisy block u (b, l, d). Reads the cache only."""
-        if not self.can_merge(u):
-            return take(self.mixer.denoise(u, state, lengths, rope), at)[None], None
-        return self.merge(*self.scan(u, *state), at)
+    def step(self, u, state, lengths, rope, at, commit, last):
+        """As InferenceLayer.step. The cached states move to the end of the finished blocks."""
+        b = len(u) // 2 if commit else 0                # finished blocks
+        if self.can_merge(u):
+            y, power = (x[b if last else 0:] for x in self.scan(u, *state, commit))
+            return linear_in_parts(pick(y, at).flatten(2), self.w_out, ways=2), pick(power, at)
+        clean = [self.mixer.extend(u[:b], state, lengths, rope, u.size(1))] if commit else []
+        noisy = pick(self.mixer.denoise(u[b:], state, lengths, rope), at)
+        return (noisy if last else torch.cat([*clean, noisy]))[None], None
 
-    def commit_and_denoise(self, u, state, lengths, rope, at=None, last=False):
-        """u (2 b, l, d): b finished blocks, then the b active blocks that follow them. The cached states move to the
-        end of the finished blocks. In the last layer (`last`) only the active blocks are returned."""
-        b = len(u) // 2
-        if not self.can_merge(u):
-            clean = self.mixer.extend(u[:b], state, lengths, rope, u.size(1))
-            noisy = take(self.mixer.denoise(u[b:], state, lengths, rope), at)
-            return (noisy if last else torch.cat([clean, noisy]))[None], None
-        y, power = self.scan(u, *state, commit=True)
-        if last:
-            y, power = y[b:], power[b:]
-        return self.merge(y, power, at)
-
-    def merge(self, y, power, at):
-        return linear_in_parts(take(y, at).flatten(2), self.w_out, ways=2), take(power, at)
-
-    def scan(self, u, conv, ssm, commit=False):
-        """Everything before the output projection: y (b, l, 2, h, p) and power, as plain.ssd_scan_both returns them.
+    def scan(self, u, conv, ssm, commit):
+        """Everything before the output projection: y (b, l, 2, h, p) and power, as plain.scan_block returns them.
         commit: u holds finished and active blocks, and the cached states conv and ssm are updated."""
         h, di, n, inner = self.heads, self.d_inner, self.d_state, self.inner
         proj = F.linear(u, self.w_in)                                          # (b, l, 2 inner + 2 h + padding)
@@ -148,19 +134,13 @@ class InferenceMamba:
         dt = proj[..., 2 * inner:2 * (inner + h)].unflatten(-1, (2, h))        # (b, l, 2, h)
         columns = conv                                  # (b, w - 1, c): what the convolution sees before each row
         if commit:
-            end = ops.conv_boundaries(xBC[:len(u) // 2, :, 0], conv, None)[:, -1]
+            end = xBC[:len(u) // 2, -conv.size(1):, 0]
             columns = torch.cat([conv, end])
             conv.copy_(end)
         xBC = plain.causal_conv_both(xBC, self.conv_weight, self.conv_bias, columns)
         x, B, C = xBC.split([di, n, n], -1)                                    # (b, l, 2, .)
         x, z = x.unflatten(-1, (h, -1)), z.unflatten(-1, (h, -1))
-        inputs = x, dt, self.dt_bias, self.A, B, C, self.D, ssm, z, self.chunk_len
-        if commit:
-            y, power, end = plain.ssd_scan_pairs(*inputs)
-            ssm.copy_(end)
-        else:
-            y, power = plain.ssd_scan_both(*inputs)
-        return y, power
+        return plain.scan_block(x, dt, self.dt_bias, self.A, B, C, self.D, ssm, z, self.chunk_len, commit)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -175,7 +155,7 @@ class InferenceLayer(Layer):
 
     def __init__(self, layer, dtype):
         torch.nn.Module.__init__(self)                  # not Layer.__init__: the weights are those of `layer`
-        self.hybrid, self.adaln, self.mlp = layer.hybrid, layer.adaln, layer.mlp
+        self.adaln, self.mlp = layer.adaln, layer.mlp
         self.norm1, self.norm2, self.mixer = layer.norm1, layer.norm2, layer.mixer
         attends = isinstance(layer.mixer, Attention)
         self.fused = InferenceAttention(layer.mixer) if attends else InferenceMamba(layer.mixer, dtype)
@@ -183,39 +163,34 @@ class InferenceLayer(Layer):
     def read(self, residual, mod):
         """Adds what is pending to h. Returns h (b, l, d) and the mixer's input."""
         h, parts, bias = residual
-        shift, scale, *_ = mod
         h, u = plain.add_norm(h, parts, None, bias, self.norm1.weight, self.norm1.bias)
-        return h, modulate(u, shift, scale)
+        return h, modulate(u, mod.shift, mod.scale)
 
     def add(self, h, parts, power, mod):
         """Adds the mixer's (parts, power) to h and runs the MLP. The MLP's result is left pending."""
-        _, _, gate, mlp_shift, mlp_scale, mlp_gate = mod
-        if gate is not None:
-            parts, power = (gate * plain.join_parts(parts, power))[None], None
+        if mod.gate is not None:
+            parts, power = (mod.gate * plain.join_parts(parts, power))[None], None
         h, u = plain.add_norm(h, parts, power, None, self.norm2.weight, self.norm2.bias)
         up, down = self.mlp[0], self.mlp[2]
-        u = linear_gelu(modulate(u, mlp_shift, mlp_scale), up.weight, up.bias)
+        u = linear_gelu(modulate(u, mod.mlp_shift, mod.mlp_scale), up.weight, up.bias)
         parts, bias = linear_in_parts(u, down.weight), down.bias
-        if mlp_gate is not None:
-            parts, bias = (mlp_gate * (plain.join_parts(parts) + bias))[None], None
+        if mod.mlp_gate is not None:
+            parts, bias = (mod.mlp_gate * (plain.join_parts(parts) + bias))[None], None
         return h, parts, bias
 
-    def denoise(self, residual, cond, state, lengths, rope, at=None):
-        """One noisy block. With at (b, m), the result has only these positions."""
-        mod = self.modulation(cond)
+    def step(self, residual, cond, state, lengths, rope, at, commit, last):
+        """
+        `denoise` of b active blocks (b, l, d); with `commit`, `extend` of b finished blocks and then `denoise` in one
+        pass, so that weights are read once. Then rows (2 b, l, d) are the finished blocks and the active blocks that
+        follow them. lengths: the tokens before each row. cond: of the active blocks. In the last layer (`last`) the
+        result has only the active blocks and, with at (b, m), only these positions.
+        """
+        mod = self.modulation_of_both(cond) if commit else self.modulation(cond)
         h, u = self.read(residual, mod)
-        return self.add(take(h, at), *self.fused.denoise(u, state, lengths, rope, at), mod)
-
-    def commit_and_denoise(self, residual, cond_noisy, state, lengths, rope, at=None, last=False):
-        """`extend` and then `denoise` in one pass, so that weights are read once. Rows (2 b, l, d) are b finished
-        blocks, then the b active blocks that follow them; lengths (2 b,) counts the tokens before each. In the last
-        layer (`last`) the result has only the active blocks."""
-        mod = self.modulation_of_both(cond_noisy)
-        h, u = self.read(residual, mod)
-        parts, power = self.fused.commit_and_denoise(u, state, lengths, rope, at, last)
-        if last:
-            h, mod = take(h[len(h) // 2:], at), self.modulation(cond_noisy)
-        return self.add(h, parts, power, mod)
+        parts, power = self.fused.step(u, state, lengths, rope, at, commit, last)
+        if commit and last:
+            h, mod = h[len(h) // 2:], self.modulation(cond)
+        return self.add(pick(h, at), parts, power, mod)
 
     def modulation_of_both(self, cond_noisy):
         """Modulation of m clean rows followed by m noisy rows, for cond_noisy (m, 1, d)."""
@@ -223,7 +198,7 @@ class InferenceLayer(Layer):
         if cond_noisy is None:                          # folded into the weights
             return mod
         identity = [0, 0, 1, 0, 0, 1]                   # of clean rows: shift 0, scale 0, gate 1, of mixer and MLP
-        return [p if p is None else torch.cat([torch.full_like(p, v), p]) for p, v in zip(mod, identity)]
+        return Modulation(*(p if p is None else torch.cat([torch.full_like(p, v), p]) for p, v in zip(mod, identity)))
 
 
 class InferenceModel(BlockDiffusionLM):
@@ -252,35 +227,29 @@ class InferenceModel(BlockDiffusionLM):
         u = plain.add_norm(h, parts, None, bias, self.norm.weight, self.norm.bias)[1]
         return u if cond is None else modulate(u, *self.adaln(cond).chunk(2, -1))
 
-    def layers_with(self, cache, at):
-        """Yields (layer, its part of the cache, positions to keep, whether it is the last). Only the last layer
-        can leave positions out: the others need every token for keys and states."""
+    def run_layers(self, tokens, t, cache, lengths, at, commit):
+        """Hidden states of the active blocks; see InferenceLayer.step. Only the last layer can leave positions out: the
+        others need every token for keys and states."""
+        residual, cond = (self.embed(tokens), None, None), self.condition(t)
         for i, (layer, state) in enumerate(zip(self.layers, cache.layers), 1):
             last = i == len(self.layers)
-            yield layer, state, at if last else None, last
+            residual = layer.step(residual, cond, state, lengths, self._rope[1], at if last else None, commit, last)
+        return self.final(residual, cond)
 
     @torch.no_grad()
     def denoise_hidden(self, xt, cache, t, at=None):
         """Hidden states (b, l, d) of the active block; with at (b, m), only those of these positions (b, m, d)."""
-        self.check_active(xt)
-        residual, cond = (self.embed(xt), None, None), self.condition(t)
-        rope = self.rope_after(cache.lengths, xt.size(1))
-        for layer, state, kept, _ in self.layers_with(cache, at):
-            residual = layer.denoise(residual, cond, state, cache.lengths, rope, kept)
-        return self.final(residual, cond)
+        assert self.config.full_sequence or xt.size(1) == self.config.block_len, "a block of another length"
+        return self.run_layers(xt, t, cache, cache.lengths, at, commit=False)
 
     @torch.no_grad()
     def commit_and_denoise_hidden(self, x0_block, xt, cache, t, at=None):
         """`commit(x0_block, cache)` and then `denoise_hidden(xt, cache, t, at)` in one pass. The caller must make
         sure that the cache has room: a check would wait for the device."""
-        l, cond = xt.size(1), self.condition(t)
-        residual = self.embed(torch.cat([x0_block, xt])), None, None
-        lengths = torch.cat([cache.lengths, cache.lengths + l])
-        rope = self.rope_after(lengths, l)
-        for layer, state, kept, last in self.layers_with(cache, at):
-            residual = layer.commit_and_denoise(residual, cond, state, lengths, rope, kept, last)
-        cache.lengths += l
-        return self.final(residual, cond)
+        lengths = torch.cat([cache.lengths, cache.lengths + xt.size(1)])
+        hidden = self.run_layers(torch.cat([x0_block, xt]), t, cache, lengths, at, commit=True)
+        cache.lengths += xt.size(1)
+        return hidden
 
     def all_block_hidden(self, x0, xt, t):
         raise UserError("this model was prepared for generation; train and score with the original model instead")

@@ -237,13 +237,19 @@ def backward(ctx, dout, _, dstates, dconvs):
 torch.library.register_autograd(mixer_forward, backward, setup_context=save)
 
 
+def padded_projection(mixer):
+    """The weight of in_proj with rows of zeros, (2 d_inner + 2 n + h + padding, d): tensor cores are fastest if its
+    height is a multiple of 64."""
+    return F.pad(mixer.in_proj.weight, (0, 0, 0, -mixer.in_proj.out_features % 64))
+
+
 def mamba2_forward(mixer, u, conv=None, ssm=None, block_len=None, want_states=True):
     """As model.Mamba2.forward. The plain function runs if gradients are off or a size does not fit the kernels."""
     p, s, width = mixer.d_inner // mixer.heads, u.shape[1], mixer.conv_weight.shape[1]
     row = scan.scan_row(s, block_len)
     if not (torch.is_grad_enabled() and scan.fits(p, mixer.d_state) and row >= width):
         return Mamba2.forward.plain(mixer, u, conv, ssm, block_len, want_states)
-    proj = F.linear(u, mixer.projection())
+    proj = F.linear(u, padded_projection(mixer))
     conv = None if conv is None else rowwise(conv.to(proj.dtype))
     every = (block_len or s) if want_states else 0  # positions between returned states
     y, _, states, convs = mixer_forward(

@@ -7,8 +7,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import ops
+from bench import train_flops
 from conftest import BLOCK_LENGTHS, all_models, block_models, both_times, make_batch, make_model
-from model import BlockDiffusionLM, ModelConfig, rope_table, train_flops
+from model import BlockDiffusionLM, ModelConfig, rope_table
 
 
 @pytest.mark.parametrize("name, block_len", BLOCK_LENGTHS)
