@@ -120,28 +120,27 @@ def attend_kernel(q_ptr, kc_ptr, vc_ptr, n_ptr, ko_ptr, vo_ptr, o_ptr, lse_ptr,
 
 
 @triton.jit
-def combine_kernel(part_ptr, lse_ptr, o_ptr, n_ptr, cap, num_splits, h: tl.constexpr,
-                   m: tl.constexpr, l: tl.constexpr, d: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
-                   R: tl.constexpr, N: tl.constexpr, least: tl.constexpr):
-    """Mean of the splits' outputs, weighted by 2^lse, for R of the (b, m, h) rows. All splits are read at once: their
-    number is padded to S, a power of two."""
+def combine_kernel(part_ptr, lse_ptr, o_ptr, n_ptr, cap, num_splits, h: tl.constexpr, m: tl.constexpr, l: tl.constexpr,
+                   d: tl.constexpr, D: tl.constexpr, R: tl.constexpr, N: tl.constexpr, least: tl.constexpr):
+    """Mean of the splits' outputs, weighted by 2^lse, for R of the (b, m, h) rows. A thread adds up its values split by
+    split: nothing is exchanged between threads."""
     b = tl.program_id(1).to(tl.int64)
     _, _, total, share = shares(n_ptr, b, cap, num_splits, l, N, least)
-    live = tl.cdiv(total, share)  # the other splits had no keys and wrote nothing
-    s, r, c = tl.arange(0, S)[:, None], tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, D)
-    row, on = (s * tl.num_programs(1) + b) * (m * h) + r, (r < m * h) & (s < live)  # (S, R)
-    lse = tl.load(lse_ptr + row, mask=on, other=float("-inf"))
-    w = tl.exp2(lse - tl.max(lse, 0))
-    part = tl.load(part_ptr + row[:, :, None] * d + c, mask=on[:, :, None] & (c < d), other=0.0)  # (S, R, D)
-    o = tl.sum(part * w[:, :, None], 0) / tl.sum(w, 0)[:, None]
-    tl.store(o_ptr + (b * m * h + r)[:, None] * d + c, o.to(o_ptr.dtype.element_ty),
+    r, c = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, D)
+    top, z, o = tl.full([R], float("-inf"), tl.float32), tl.zeros([R], tl.float32), tl.zeros([R, D], tl.float32)
+    for s in range(tl.cdiv(total, share)):  # the other splits had no keys and wrote nothing
+        row = (s * tl.num_programs(1) + b) * (m * h) + r
+        lse = tl.load(lse_ptr + row, mask=r < m * h, other=0.0)
+        part = tl.load(part_ptr + row[:, None] * d + c, mask=(r < m * h)[:, None] & (c < d), other=0.0)
+        new = tl.maximum(top, lse)
+        old, w = tl.exp2(top - new), tl.exp2(lse - new)
+        o, z, top = o * old[:, None] + part * w[:, None], z * old + w, new
+    tl.store(o_ptr + (b * m * h + r)[:, None] * d + c, (o / z[:, None]).to(o_ptr.dtype.element_ty),
              mask=(r < m * h)[:, None] & (c < d))
 
 
-# A commit runs two rows against each cache: the finished block and the active block. Up to this cache length,
-# num_splits is chosen so that the programs of both rows fit on the GPU at once. For longer caches it is chosen so
-# that the programs of one row fit: twice as many splits, which run in two fuller waves.
-SHORT_CACHE = 8192
+# Up to this many keys small query tiles are fast, and one share is enough.
+FEW_KEYS = 1024
 
 
 def block_attention_splits(b, m, l, h, cap, device, M, N, warps, least):
@@ -164,14 +163,15 @@ def block_attention(q, k_cache, v_cache, lengths, k_own, v_own, num_splits=0):
                for x in (q, k_cache, v_cache, k_own, v_own))
     # The kernel computes offsets into caches in 64 bits, offsets inside one row's block in 32.
     assert max(m, l) * max(x.stride(1) for x in (q, k_own, v_own)) < 2 ** 31
-    D, least = max(16, triton.next_power_of_2(d)), 2
-    M, N, warps, stages = 128, 64, 4, 3         # the fastest of those tried on an H200
+    D, few = max(16, triton.next_power_of_2(d)), cap + l <= FEW_KEYS
+    # The fastest of those tried on an H200. With few keys, small query tiles without splits are.
+    M, N, warps, stages, least = 64 if few else 128, 64, 4, 3, 16 if few else 2
     if q.dtype == torch.float32:                # for tests: exact fp32 products, in smaller tiles
         M, N, stages = 64, 32, 2
     M = min(M, max(16, triton.next_power_of_2(m)))
     warps = min(warps, M // 16)
-    at_once = b if cap <= SHORT_CACHE else c
-    num_splits = num_splits or block_attention_splits(at_once, m, l, h, cap, q.device, M, N, warps, least)
+    # A commit runs two rows against each cache. Twice as many programs as run at once are two fuller waves.
+    num_splits = num_splits or block_attention_splits(c, m, l, h, cap, q.device, M, N, warps, least)
     align = math.gcd(16, *(s for x in (q, k_cache, k_own, v_own) for s in strides(x, 3)))
     out = q.new_empty(q.shape)
     part = out if num_splits == 1 else q.new_empty(num_splits, b, m, h, d, dtype=torch.float32)
@@ -183,9 +183,7 @@ def block_attention(q, k_cache, v_cache, lengths, k_own, v_own, num_splits=0):
         kl=k_own.stride(1), vl=v_own.stride(1), align=align, h=h, m=m, l=l, d=d, D=D, caches=c, M=M, N=N,
         least=least, stages=stages, num_warps=warps)
     if num_splits > 1:
-        S, R = triton.next_power_of_2(num_splits), 8
-        combine_kernel[triton.cdiv(m * h, R), b](
-            part, lse, out, lengths, cap, num_splits, h, m, l, d, D, S, R, N, least)
+        combine_kernel[triton.cdiv(m * h, 8), b](part, lse, out, lengths, cap, num_splits, h, m, l, d, D, 8, N, least)
     return out
 
 
@@ -200,9 +198,10 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
     if k_cache.shape[2] == 0 and k.shape[2] == block_len:
         return F.scaled_dot_product_attention(q, k, v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, m, h, e)
-    outs, rows = [], torch.arange(len(q), device=q.device)[:, None]
+    outs = []
     for i in range(0, k.shape[1], block_len):
         if i:
+            rows = torch.arange(len(q), device=q.device)[:, None]
             at = lengths[:, None] + torch.arange(i - block_len, i, device=q.device)
             k_cache[rows, :, at], v_cache[rows, :, at] = k[:, i - block_len:i], v[:, i - block_len:i]
         own, held = slice(i, i + block_len), lengths + i if i else lengths  # lengths + 0 would launch a kernel

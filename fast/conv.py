@@ -26,7 +26,7 @@ from fast.triton_tools import differentiable, like, operator, rowwise, sigmoid, 
 # (groups of w positions in a piece, pieces in a program, warps), the fastest on an H200. The forward's
 # fastest grid axis is the channels, so programs that run together read neighbouring memory. Pieces / R
 # is a grid axis of at most 65,535, which allows 33 million positions.
-FORWARD, FORWARD_FEW, BACKWARD = (8, 4, 4), (1, 2, 1), (32, 8, 4)
+FORWARD, FORWARD_FEW, BACKWARD = (8, 4, 4), (2, 2, 1), (32, 8, 4)
 FEW = 2048  # up to this many positions do not fill a GPU; the shortest pieces are then the fastest
 
 

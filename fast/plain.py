@@ -21,42 +21,33 @@ def largest_divisor(whole, most):
 
 
 @replaceable
-def ssd_scan_both(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
+def scan_block(x, dt, dt_bias, A, B, C, D, ssm, z, chunk_len=128, commit=False):
     """
-    The forward and the reverse scan of a block. Index 0 of the axis of size 2 holds the inputs and parameters of the
-    forward scan, which starts from initial_state (b, h, p, n). Index 1 holds those of the reverse scan, which runs
-    from the last token to the first and starts from zeros.
+    The forward and the reverse scan of a block in each of r rows. Index 0 of the axis of size 2 holds the inputs and
+    parameters of the forward scan, which starts from the cached states ssm (r, h, p, n). Index 1 holds those of the
+    reverse scan, which runs from the last token to the first and starts from zeros.
 
-    x, z (b, s, 2, h, p); dt (b, s, 2, h), before dt_bias (2, h) and softplus; A, D (2, h); B, C (b, s, 2, n).
-    Returns y * SiLU(z) (b, s, 2, h, p), and power (b, s, 2, h), its mean square over p in fp32 or better, from which
+    commit: the first half of the rows are finished blocks, the second half the active blocks after them; ssm has r / 2
+    states. Finished blocks are scanned forward alone, with zeros for the reverse scan. Their last states replace ssm,
+    and from these the active blocks start.
+
+    x, z (r, s, 2, h, p); dt (r, s, 2, h), before dt_bias (2, h) and softplus; A, D (2, h); B, C (r, s, 2, n).
+    Returns y * SiLU(z) (r, s, 2, h, p), and power (r, s, 2, h), its mean square over p in fp32 or better, from which
     `join_parts` computes the RMS norm. Tokens stay in their order.
     """
     dt = F.softplus(dt.to(dt_bias.dtype) + dt_bias)
 
-    def scan(i, state, turn=lambda u: u):
-        xi, dti, Bi, Ci = (turn(u[:, :, i]) for u in (x, dt, B, C))
-        return turn(ops.ssd_scan(xi, dti, A[i], Bi, Ci, D[i], state, None, chunk_len)[0])
-    y = torch.stack([scan(0, initial_state), scan(1, None, lambda u: u.flip(1))], 2) * F.silu(z)
+    def scan(way, rows, state):
+        xi, dti, Bi, Ci = (u[rows, :, way].flip(1) if way else u[rows, :, way] for u in (x, dt, B, C))
+        return ops.ssd_scan(xi, dti, A[way], Bi, Ci, D[way], state, None, chunk_len)
+    y, active = torch.zeros_like(x), slice(len(ssm) if commit else 0, None)
+    if commit:
+        y[:len(ssm), :, 0], states = scan(0, slice(len(ssm)), ssm)
+        ssm.copy_(states[:, -1])
+    y[active, :, 0] = scan(0, active, ssm)[0]
+    y[active, :, 1] = scan(1, active, None)[0].flip(1)
+    y = y * F.silu(z)
     return y, y.to(at_least_fp32(y.dtype)).square().mean(-1)
-
-
-@replaceable
-def ssd_scan_pairs(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
-    """
-    The scans of b finished blocks and of the b active blocks after them, as rows (2 b, ...). Finished blocks are only
-    scanned forward, from initial_state (b, h, p, n). Active blocks are scanned as in `ssd_scan_both`, from the states
-    at the end of the finished blocks.
-
-    Arguments are those of `ssd_scan_both`. Returns its two results, with zeros for the reverse scan of finished blocks,
-    and the states (b, h, p, n) at the end of the finished blocks.
-    """
-    b = len(x) // 2
-    steps = F.softplus(dt[:b, :, 0].to(dt_bias.dtype) + dt_bias[0])
-    y, states = ops.ssd_scan(x[:b, :, 0], steps, A[0], B[:b, :, 0], C[:b, :, 0], D[0], initial_state, None, chunk_len)
-    y = y * F.silu(z[:b, :, 0])
-    y = torch.stack([y, torch.zeros_like(y)], 2)
-    active, power = ssd_scan_both(x[b:], dt[b:], dt_bias, A, B[b:], C[b:], D, states[:, -1], z[b:], chunk_len)
-    return (torch.cat([y, active]), torch.cat([y.to(power.dtype).square().mean(-1), power]), states[:, -1])
 
 
 @replaceable
@@ -80,19 +71,31 @@ def cached_attention_pairs(q, k, v, k_cache, v_cache, lengths, block_len):
 
 
 @replaceable
-def rotate_both(qk, cos, sin):
-    """Rotates queries and keys together: qk (b, l, 2, h, e) -> (2, b, h, l, e), with tables (b, 1, l, e / 2)."""
-    return rotate(qk.permute(2, 0, 3, 1, 4), cos, sin)
+def rotate_block(qkv, table, lengths, k_cache=None, v_cache=None):
+    """
+    Rotates the queries and keys of one block in each of r rows, qkv (r, l, 3, h, e), for the positions from lengths (r,)
+    on. table: cos and sin of all positions, (2, positions, e / 2). With caches, each (r / 2, h, max_len, e), the first
+    half of the rows are finished blocks: their keys and values are appended to the caches. Returns q and k, each
+    (r, l, h, e).
+    """
+    at = lengths[:, None] + torch.arange(qkv.size(1), device=qkv.device)       # (r, l)
+    q, k = (rotate(x, *table[:, at][:, :, :, None]) for x in qkv[:, :, :2].unbind(2))
+    if k_cache is not None:
+        rows = torch.arange(len(k_cache), device=qkv.device)[:, None]
+        k_cache[rows, :, at[:len(rows)]] = k[:len(rows)]                       # (r / 2, l, h, e) on both sides
+        v_cache[rows, :, at[:len(rows)]] = qkv[:len(rows), :, 2]
+    return q, k
 
 
 def join_parts(parts, power=None):
     """
-    Sums partial products (P, b, s, d) -> (b, s, d). power (b, s, P, h): each part still lacks the RMS norm of its
-    input, whose mean square is the mean of power over the heads h.
+    Sums partial products (P, b, s, d) -> (b, s, d). power (b, s, ways, h): the parts are of so many inputs, as many of
+    each. A part still lacks the RMS norm of its input, whose mean square is the mean of power over the heads h.
     """
     dtype = parts.dtype
     if power is not None:
-        parts = parts * torch.rsqrt(power.mean(-1) + EPS).movedim(-1, 0)[..., None]
+        scale = torch.rsqrt(power.mean(-1) + EPS).movedim(-1, 0)[..., None]    # (ways, b, s, 1)
+        parts = parts * scale.repeat_interleave(len(parts) // len(scale), 0)
     return parts.sum(0).to(dtype)
 
 

@@ -2,8 +2,7 @@
 Triton kernels of the state-space scan (eq. mamba-scan-background), forward and backward.
 
   ssd_rows         the scan over many short rows, with its backward; noisy blocks are such rows
-  ssd_scan_both    both directions over one block, for generation (plain twin in fast/plain.py)
-  ssd_scan_pairs   a finished block and the active block after it, for generation (plain twin in fast/plain.py)
+  scan_block       both directions over one block, for generation (plain twin in fast/plain.py)
 
 A row is scanned on its own. A long sequence is cut into rows: fast/states.py carries the states from row to row and
 replaces ops.ssd_scan. fast/mixer.py uses the same kernels inside a whole Mamba mixer.
@@ -72,7 +71,8 @@ def scan_row(s, block_len):
 # q = 64 wastes nothing. A larger q does more work inside chunks and needs more registers than there are.
 TUNE = {
     "forward": dict(q=64, num_warps=4, num_stages=1),
-    "block": dict(q=64, num_warps=4, num_stages=1, maxnreg=168),  # three programs share a multiprocessor
+    "block": dict(q=64, num_warps=4, num_stages=2),
+    "blocks": dict(q=64, num_warps=4, num_stages=1, maxnreg=168),  # several rows: three programs share a multiprocessor
     "walk": dict(q=64, num_warps=4, num_stages=3),
     "after": dict(q=64, num_warps=8, num_stages=3),
     "before": dict(q=64, num_warps=4, num_stages=3),
@@ -81,7 +81,7 @@ def settings(kernel, x):
     """The launch settings of a kernel for x (..., p): TUNE, with exceptions for head dimensions, dtypes and GPUs."""
     how = TUNE[kernel]
     # On an H200 with Triton 3.6, y was wrong with q = 64 at head dimensions 16 and 32.
-    if kernel in ("forward", "block") and x.shape[-1] != 64:
+    if kernel in ("forward", "block", "blocks") and x.shape[-1] != 64:
         how = how | dict(q=32)
     if not x.is_cuda:
         return how
@@ -205,59 +205,62 @@ def column(u, k):
 
 
 @triton.jit
-def block_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, l, h,
-                 sxr, sxl, sxw, sxh, sdr, sdl, sdw, sdh, sBr, sBl, sBw, sCr, sCl, sCw,
-                 rows, ssb, ssr, ssh, szr, szl, szw, szh, syr, syl, syw, syh, spr, spl, spw,
-                 n: tl.constexpr, p: tl.constexpr, q: tl.constexpr, T: tl.constexpr, ways: tl.constexpr):
+def block_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, l, h, sxr, sxl, sxw, sxh, sdr, sdl, sdw, sdh,
+                 szr, szl, szw, szh, ssr, ssh, finished,
+                 n: tl.constexpr, p: tl.constexpr, q: tl.constexpr, T: tl.constexpr):
     """
     The scan of one block in each row, for generation: y silu(z), and in `power` its mean square over p, from which the
     RMS norm after the scan is computed. dt is the value before bias and softplus. Way 0 is the forward scan, from s0.
-    Way 1, if there are two ways, is the reverse scan: from zeros, from the last token of the row to the first. Its
-    pointers start at the last token, and its strides between positions are negative.
+    Way 1 is the reverse scan: from zeros, from the last token of the row to the first. Its pointers start at the last
+    token, and its strides between positions are negative. The first `finished` rows have zeros in its place. x, B and C
+    have the same strides; y and power are contiguous.
 
     One program has one of at most T tiles of q tokens of a (row, way, head). It waits for no other program, because it
     attends to all tokens of the row up to its tile, with L_ij dt_j in place of a softmax. a_i and L_ij count from the
     start of the row here:
         y_i = sum_{j<=i} L_ij (C_i.B_j) dt_j x_j + e^{a_i} C_i s0 + D x_i
     """
-    head, way = tl.program_id(0) % h, tl.program_id(0) // h % ways
-    row = (tl.program_id(0) // (h * ways)).to(tl.int64)
+    head, way = tl.program_id(0) % h, tl.program_id(0) // h % 2
+    row = (tl.program_id(0) // (2 * h)).to(tl.int64)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late tiles have most to do, so they start first
     kn, kp = tl.arange(0, n), tl.arange(0, p)
     end, sign = tl.cast(way, tl.int64) * (l - 1), 1 - 2 * way
-    x += row * sxr + way * sxw + end * sxl + head * sxh
+    at, out = row * sxr + way * sxw + end * sxl, ((row * l + end) * 2 + way) * h + head
+    x, B, C, y, power = x + at + head * sxh, B + at, C + at, y + out * p, power + out
     dt += row * sdr + way * sdw + end * sdl + head * sdh
     z += row * szr + way * szw + end * szl + head * szh
-    y += row * syr + way * syw + end * syl + head * syh
-    power += row * spr + way * spw + end * spl + head
-    B, C = B + row * sBr + way * sBw + end * sBl, C + row * sCr + way * sCw + end * sCl
+    sxl, sdl, szl, syl = sxl * sign, sdl * sign, szl * sign, 2 * h * sign
     first, step, ok = place(tile, l, q)
-    cq = load2(C, first, step, ok, sCl * sign, kn)
-    zq = load2(z, first, step, ok, szl * sign, kp).to(tl.float32)  # loaded early, so that its use below need not wait
+    if way * finished > row:
+        tl.store(power + (first + step) * syl, tl.zeros((q,), tl.float32), mask=ok)
+        store2(y + first * (syl * p), step, ok, syl * p, kp, tl.zeros((q, p), tl.float32))
+        return
+    cq = load2(C, first, step, ok, sxl, kn)
+    zq = load2(z, first, step, ok, szl, kp).to(tl.float32)  # loaded early, so that its use below need not wait
 
     # The step sizes of the whole row: position i of tile t at (i, t). `a` counts from the start of each tile.
     t = tl.arange(0, T)
     at = tl.arange(0, q)[:, None] + q * t[None, :]
-    dts = tl.load(dt + at * (sdl * sign), mask=at < l, other=0.0).to(tl.float32)
+    dts = tl.load(dt + at * sdl, mask=at < l, other=0.0).to(tl.float32)
     dts = tl.where(at < l, softplus(dts + tl.load(bias + way * h + head)), 0.0)
     log_decay = dts * (tl.load(A + way * h + head) * LOG2E)
     a, totals, d_head = tl.cumsum(log_decay, 0), tl.sum(log_decay, 0), tl.load(D + way * h + head)
     keys, a_tile, yq = tl.log2(dts) - a, column(a, tile), tl.zeros((q, p), tl.float32)
     for k in range(tile + 1):
         first_k, step_k, ok_k = place(k, l, q)
-        xk = load2(x, first_k, step_k, ok_k, sxl * sign, kp)
-        bk = load2(B, first_k, step_k, ok_k, sBl * sign, kn)
+        xk = load2(x, first_k, step_k, ok_k, sxl, kp)
+        bk = load2(B, first_k, step_k, ok_k, sxl, kn)
         # The exponent of L_ij is a_i + gap - a_j, with the gap from the start of tile k to that of this tile. So for
         # tokens close to each other it is a difference of small numbers.
         gap = tl.sum(tl.where((t >= k) & (t < tile), totals, 0.0))
         scores = tile_scores(cq, bk, a_tile + gap, column(keys, k), d_head, (tile - k) * q, q)
         yq = dot(scores.to(xk.dtype), xk, yq)
     if way == 0:
-        s = first_state(s0, row, head, rows, ssb, ssr, ssh, kn, kp, n)
+        s = first_state(s0, row, head, 1, ssr, 0, ssh, kn, kp, n)
         yq += dot(cq, s.to(cq.dtype)) * tl.exp2(a_tile + tl.sum(tl.where(t < tile, totals, 0.0)))[:, None]
     yq *= zq * sigmoid(zq)
-    tl.store(power + (first + step) * (spl * sign), tl.sum(yq * yq, 1) / p, mask=ok)
-    store2(y + first * (syl * sign), step, ok, syl * sign, kp, yq)
+    tl.store(power + (first + step) * syl, tl.sum(yq * yq, 1) / p, mask=ok)
+    store2(y + first * (syl * p), step, ok, syl * p, kp, yq)
 
 
 @triton.jit
@@ -492,18 +495,6 @@ def walk(x, steps, B, s0=None, states=None, final=None, q=None, adjoint=False):
         *state_view(s0), n=B.shape[-1], p=p, ADJOINT=adjoint, **how)
 
 
-def scan_block(x, dt, bias, A, B, C, D, s0, z, y, power):
-    """Runs block_kernel, see its docstring. Shapes are those of `plain.ssd_scan_both`, but its axis of size 2 may have
-    size 1. Writes into y and power."""
-    (r, l, ways, h, p), how = x.shape, settings("block", x)
-    tiles = triton.cdiv(l, how["q"])
-    T = max(triton.next_power_of_2(tiles), 2)           # Triton 3.6 cannot compile T = 1
-    block_kernel[(r * ways * h, tiles)](
-        x, dt, bias, A, B, C, D, s0, z, y, power, l, h, *strides(x, 4), *strides(dt, 4), *strides(B, 3), *strides(C, 3),
-        *state_view(s0), *strides(z, 4), *strides(y, 4), *strides(power, 3), n=B.shape[-1], p=p,
-        T=T, ways=ways, **how)
-
-
 def room_for_final(x, B, wanted):
     """An uninitialised tensor for the last states; an empty one if they are not wanted, as operators cannot return
     None."""
@@ -574,28 +565,23 @@ def ssd_rows(x, dt, A, B, C, D, s0=None, return_final=False):
     return (y, final.detach()) if return_final else y
 
 
-def ssd_scan_both(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
-    """As plain.ssd_scan_both, in one launch, without gradients. chunk_len is ignored. The plain function runs for sizes
-    that the kernels do not support."""
+def scan_block(x, dt, dt_bias, A, B, C, D, ssm, z, chunk_len=128, commit=False):
+    """As plain.scan_block, without gradients. chunk_len is ignored. The plain function runs for sizes that the kernels
+    do not support."""
     if not fits(x.shape[-1], B.shape[-1]):
-        return plain.ssd_scan_both.plain(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len)
-    (x, B, C, z), s0 = map(rowwise, (x, B, C, z)), statewise(initial_state)
+        return plain.scan_block.plain(x, dt, dt_bias, A, B, C, D, ssm, z, chunk_len, commit)
+    (x, B, C, z), s0, finished = map(rowwise, (x, B, C, z)), statewise(ssm), 0
+    if commit:
+        finished, s0 = len(ssm), torch.cat([ssm, ssm])  # the second half gets the states after the finished blocks
+        done = slice(finished)
+        walk(x[done, :, 0], StepSizes(dt[done, :, 0], A[0], dt_bias[0]), B[done, :, 0], s0[done], final=s0[finished:])
+        ssm.copy_(s0[finished:])
+    (r, l, ways, h, p), how = x.shape, settings("block" if len(x) == 1 else "blocks", x)
+    assert x.stride()[:3] == B.stride()[:3] == C.stride()[:3], "x, B and C must be columns of one tensor"
     y, power = x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
-    scan_block(x, dt, dt_bias, A, B, C, D, s0, z, y, power)
+    tiles = triton.cdiv(l, how["q"])
+    T = max(triton.next_power_of_2(tiles), 2)           # Triton 3.6 cannot compile T = 1
+    block_kernel[(r * ways * h, tiles)](
+        x, dt, dt_bias, A, B, C, D, s0, z, y, power, l, h, *strides(x, 4), *strides(dt, 4), *strides(z, 4),
+        *s0.stride()[:2], finished, n=B.shape[-1], p=p, T=T, **how)
     return y, power
-
-
-def ssd_scan_pairs(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len=128):
-    """As plain.ssd_scan_pairs, without gradients. chunk_len is ignored. The plain function runs for sizes that the
-    kernels do not support."""
-    if not fits(x.shape[-1], B.shape[-1]):
-        return plain.ssd_scan_pairs.plain(x, dt, dt_bias, A, B, C, D, initial_state, z, chunk_len)
-    (x, B, C, z), s0 = map(rowwise, (x, B, C, z)), statewise(initial_state)
-    y, power = x.new_zeros(x.shape), x.new_zeros(x.shape[:-1], dtype=torch.float32)
-    b = len(x) // 2                                     # rows before b are finished blocks, from b on active ones
-    ends = x.new_empty(b, *x.shape[-2:], B.shape[-1], dtype=torch.float32)     # (b, h, p, n)
-    done = [u[:b, :, :1] for u in (x, dt, B, C, z, y, power)]                  # finished blocks, forward scan alone
-    scan_block(*done[:2], dt_bias, A, *done[2:4], D, s0, *done[4:])
-    walk(x[:b, :, 0], StepSizes(dt[:b, :, 0], A[0], dt_bias[0]), B[:b, :, 0], s0, final=ends)
-    scan_block(x[b:], dt[b:], dt_bias, A, B[b:], C[b:], D, ends, z[b:], y[b:], power[b:])
-    return y, power, ends

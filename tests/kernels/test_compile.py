@@ -82,32 +82,29 @@ def call_everything():
         scan.ssd_rows_backward(y, *inputs)
     y, ends = states.ssd_scan_forward(*inputs, 256)
     states.ssd_scan_backward(y, ends, ends, *inputs, 256)
-    for s in 256, 1:
-        both = of(1, s, 2, h, p)
-        scan.ssd_scan_both(both, of(1, s, 2, h), *[of(2, h, dtype=fp32)] * 2, *[of(1, s, 2, n)] * 2,
-                           of(2, h, dtype=fp32), of(1, h, p, n, dtype=fp32), both)
-    pairs = of(2, 256, 2, h, p)
-    scan.ssd_scan_pairs(pairs, of(2, 256, 2, h), *[of(2, h, dtype=fp32)] * 2, *[of(2, 256, 2, n)] * 2,
-                        of(2, h, dtype=fp32), of(1, h, p, n, dtype=fp32), pairs)
+    for r, s, commit in ((1, 256, False), (1, 1, False), (2, 256, True), (8, 256, False)):
+        x, B, C = of(r, s, 2, c).split([h * p, n, n], -1)
+        x, ssm = x.unflatten(-1, (h, p)), of(r // 2 if commit else r, h, p, n, dtype=fp32)
+        scan.scan_block(x, of(r, s, 2, h), *[of(2, h, dtype=fp32)] * 2, B, C, of(2, h, dtype=fp32), ssm, x, commit=commit)
     conv.causal_conv_forward(of(1, 256, 2, c), of(2, c, 4), of(2, c), of(1, 3, c))
     mixed = (of(2, 2048, 2 * h * p + 2 * n + 64), of(c, 4), of(c), vector, vector, vector, of(h * p), of(d, h * p),
              None, None, 256, 256)
     out, y, ends, convs = mixer.mixer_forward(*mixed)
     mixer.mixer_backward(out, ends, convs, y, ends, *mixed)
     for e in (52, 64):                                   # head dimensions
-        q, k, v = of(1, 17, 3, 256, e).unbind(2)
-        caches = of(2, 1, 17, 8192, e)
-        rotate.rotate_both(of(1, 256, 3, 17, e)[:, :, :2], *of(2, 1, 1, 256, e // 2, dtype=fp32))
+        qkv, held, caches = of(1, 256, 3, 17, e), of(1, dtype=torch.long), of(2, 1, 17, 8192, e)
+        q, k, v = qkv.unbind(2)
+        rotate.rotate_block(qkv, of(2, 9000, e // 2, dtype=fp32), held)
+        rotate.rotate_block(torch.cat([qkv, qkv]), of(2, 9000, e // 2, dtype=fp32), torch.cat([held, held]), *caches)
         for m in (256, 16):                              # queries: all, and those of the last layer
-            cached_attention.block_attention(q[:, :, :m].transpose(1, 2), *caches, of(1, dtype=torch.long),
-                                             k.transpose(1, 2), v.transpose(1, 2))
+            cached_attention.block_attention(q[:, :m], *caches, held, k, v)
     token = of(1088)
     residual.add_norm(of(1, 256, 1088), of(2, 1, 256, 1088), of(1, 256, 2, h, dtype=fp32), token, token, token)
     count, xt = of(1, dtype=torch.long), of(1, 256, dtype=torch.long)
     for logits in (of(1, 16, 50304)[..., :50257], of(1, 16, 50257, dtype=torch.float64)):
         drawn = draw.gumbel_argmax(logits, xt[:, :16], count, count, count)
     draw.uniform(256, -1, count, count, count)
-    draw.unmask(xt, drawn, drawn, 50257, xt, count)
+    draw.unmask_and_advance(xt, drawn, drawn, 50257, xt, count)
     modules = (cached_attention, conv, draw, mixer, residual, rotate, scan, states)
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
 

@@ -14,14 +14,14 @@ need_fast()
 import decoders  # noqa: E402
 import fast.two_stream as two_stream  # noqa: E402
 import ops  # noqa: E402
-from checkpoint import fingerprint, load_prefix, read_prefix, save_prefix  # noqa: E402
+from checkpoint import fingerprint, load_prompt, save_prompt  # noqa: E402
 from configurator import UserError  # noqa: E402
 from decoders import DECODERS, Sampler, generate_naive  # noqa: E402
 from fast.engine import say_once  # noqa: E402
 from fast.inference import inference_model  # noqa: E402
 from model import BlockDiffusionLM, ModelConfig, cast_for_inference  # noqa: E402
 from parallel import ShardedAdamW, compile_layers, select_kernels  # noqa: E402
-from sample import SimpleEngine, generate, open_engine  # noqa: E402
+from sample import SimpleEngine, generate, open_engine, read  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -194,14 +194,14 @@ def test_twenty_training_steps_give_the_losses_of_the_plain_path_on_the_cpu(name
     assert worst < 1e-2 and len(set(losses[0])) == 20
 
 
-def continue_prompts(model, lengths, engine, length=150, decoder="random", prefix=None, **rest):
+def continue_prompts(model, lengths, engine, length=150, decoder="random", **rest):
     """Generation with block length 64 and draws that depend on the row alone. engine: a name, or what open_engine
     returned."""
     model, new_engine = open_engine(engine, model) if isinstance(engine, str) else engine
     sampler = Sampler(list(range(len(lengths))), decoder, tokens_per_step=12, threshold=0.0015, mask_id=999)
     text = torch.randint(0, 999, (512,), generator=torch.Generator().manual_seed(3))
     prompts = [text[i:i + n] for i, n in enumerate(lengths)]
-    return generate(model, prompts, length, sampler, new_engine, prefix=prefix, **rest)
+    return generate(model, prompts, length, sampler, new_engine, **rest)
 
 
 @pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])
@@ -298,9 +298,10 @@ def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_on_the_gpu
     model, path = gpu_model("mamba_h", block_len=64).cuda(), str(tmp_path / "cache")
     mark, engine = fingerprint(model, dtype), open_engine("graphs", model, dtype)
     want = continue_prompts(model, (200,), engine)
-    save_prefix(path, read_prefix(engine[0], want.tokens[0][:200].cpu()), mark)
-    prefix = load_prefix(path, model.config, mark)
-    assert torch.equal(continue_prompts(model, (0,), engine, prefix=prefix).tokens[0], want.tokens[0])
+    tokens = want.tokens[0][:200]                       # three whole blocks of 64, and 8 tokens
+    save_prompt(path, tokens, read(engine[0], tokens[:192], engine[0].new_cache(1, 192)), mark)
+    tokens, cache = load_prompt(path, model.config, mark)
+    assert torch.equal(continue_prompts(model, (len(tokens),), engine, cache=cache).tokens[0], want.tokens[0])
 
 
 @pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])

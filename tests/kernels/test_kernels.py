@@ -138,7 +138,7 @@ def both_inputs(r, l, dtype, starts, h=3, p=16, n=32):
 def test_both_ways_of_generation_equal_the_loop(monkeypatch, l, few, dtype):
     monkeypatch.setattr(conv, "FEW", few)
     r, (x, inputs) = 2, both_inputs(2, l, dtype, 2)
-    (got, power), (want, _) = scan.ssd_scan_both(*inputs), plain.ssd_scan_both(*(u.double() for u in inputs))
+    (got, power), (want, _) = scan.scan_block(*inputs), plain.scan_block.plain(*(u.double() for u in inputs))
     assert got.dtype == dtype and error(got, want) < LIMIT[dtype]
     assert power.dtype == torch.float32 and error(power, want.square().mean(-1)) < LIMIT[dtype]
 
@@ -154,8 +154,10 @@ def test_both_ways_of_generation_equal_the_loop(monkeypatch, l, few, dtype):
 @DTYPES
 @pytest.mark.parametrize("l", [1, 70, 128])
 def test_pairs_of_blocks_equal_the_plain_scans(l, dtype):
-    inputs = both_inputs(4, l, dtype, 2)[1]
-    got, want = scan.ssd_scan_pairs(*inputs), plain.ssd_scan_pairs(*(u.double() for u in inputs))
+    got, want = both_inputs(4, l, dtype, 2)[1], []
+    want = [u.double() for u in got]
+    got, want = ([*scan_block(*inputs, commit=True), inputs[7]] for scan_block, inputs in (
+        (scan.scan_block, got), (plain.scan_block.plain, want)))
     assert got[0].dtype == dtype and not got[0][:2, :, 1].any() and not got[1][:2, :, 1].any()
     for a, b in zip(got, want):
         assert a.shape == b.shape and a.is_contiguous() and error(a, b) < LIMIT[dtype]
@@ -163,9 +165,9 @@ def test_pairs_of_blocks_equal_the_plain_scans(l, dtype):
 
 def test_step_sizes_far_below_one_keep_their_digits():
     dt, ones = torch.linspace(-30, 30, 32, device=DEVICE), randn(1, 1, 2, 32, 16) * 0 + 1
-    y = scan.ssd_scan_both(ones, dt.expand(1, 1, 2, 32), *(v * ones[0, 0, :, :, 0] for v in (0, -1)),
-                         ones[:, :, :, 0], ones[:, :, :, 0] / 16, 0 * ones[0, 0, :, :, 0],
-                         torch.zeros(1, 32, 16, 16, device=DEVICE), 30 * ones)[0] / 30   # y is softplus(dt)
+    y = scan.scan_block(ones, dt.expand(1, 1, 2, 32), *(v * ones[0, 0, :, :, 0] for v in (0, -1)),
+                        ones[:, :, :, 0], ones[:, :, :, 0], 0 * ones[0, 0, :, :, 0],
+                        torch.zeros(1, 32, 16, 16, device=DEVICE), 30 * ones)[0] / 16 / 30     # y is softplus(dt)
     want = dt.double().exp().log1p()
     assert ((y[0, 0, :, :, 0] - want) / want).abs().max() < 5e-6
 
@@ -294,8 +296,9 @@ def attention_inputs(lengths, l, d, dtype=torch.float32, h=2, m=None, cap=None, 
     ([100, 65], 32, 52, 0, dict(pad=4, dtype=torch.bfloat16)), ([128, 128], 32, 64, 2, dict(cap=128, sharp=100)),
     ([0], 32, 64, 0, {}), ([60, 0, 100, 40], 32, 64, 3, dict(caches=2)),
     *(([60, 0, 100], 24, 64, splits, dict(m=m)) for m, splits in ((3, 3), (16, 1), (40, 0)))])
-def test_block_attention_equals_its_definition(lengths, l, d, splits, how):
+def test_block_attention_equals_its_definition(monkeypatch, lengths, l, d, splits, how):
     """Row by row: queries of one block see what its cache holds, and the whole block."""
+    monkeypatch.setattr(cached_attention, "FEW_KEYS", 0 if splits else 1024)
     q, keys, values, held, k, v = inputs = attention_inputs(lengths, l, d, **how)
     out = cached_attention.block_attention(*inputs, splits)
     for i, n in enumerate(lengths):
@@ -362,8 +365,9 @@ def test_generation_by_all_kernels_gives_the_tokens_of_the_plain_model(monkeypat
 
 def test_operators_declare_the_shapes_that_they_return():
     whole, (u, columns, start) = make_mixer(torch.float32), mixer_inputs(48, torch.float32, 2, True)
-    mixed = (torch.nn.functional.linear(u, whole.projection()), whole.conv_weight, whole.conv_bias, whole.dt_bias,
-             -whole.A_log.exp(), whole.D, whole.norm_weight, whole.out_proj.weight, columns, start, 48, 0)
+    projected = torch.nn.functional.linear(u, mixer.padded_projection(whole))
+    mixed = (projected, whole.conv_weight, whole.conv_bias, whole.dt_bias, -whole.A_log.exp(), whole.D,
+             whole.norm_weight, whole.out_proj.weight, columns, start, 48, 0)
     mixed = tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in mixed)
     y, empty = randn(2, 48, 48), randn(0)
     tests = ("test_schema", "test_faketensor")
@@ -450,8 +454,7 @@ def test_sizes_that_the_kernels_do_not_take_are_computed_plainly(monkeypatch):
     """A head of 24, and blocks of 2 tokens, shorter than the convolution."""
     for kernel, twin, inputs in (
             (states.ssd_scan, ops.ssd_scan, [*scan_inputs(2, 12, 2, 24, 16).values(), 4]),
-            (scan.ssd_scan_pairs, plain.ssd_scan_pairs, both_inputs(4, 5, torch.float32, 2, p=24)[1]),
-            (scan.ssd_scan_both, plain.ssd_scan_both, both_inputs(2, 5, torch.float32, 2, p=24)[1])):
+            (scan.scan_block, plain.scan_block, both_inputs(2, 5, torch.float32, 2, p=24)[1])):
         assert all(map(torch.equal, kernel(*inputs), twin(*inputs)))
     module, u = make_mixer(torch.float32), randn(2, 8, 24)
     want = module(u, block_len=2)
@@ -461,7 +464,7 @@ def test_sizes_that_the_kernels_do_not_take_are_computed_plainly(monkeypatch):
 
 @DTYPES
 @pytest.mark.parametrize("parts, ways, bias, shift", [
-    (0, 0, False, True), (1, 0, True, True), (4, 0, True, False), (2, 2, False, True)])
+    (0, 0, False, True), (1, 0, True, True), (4, 0, True, False), (2, 2, False, True), (4, 2, True, True)])
 def test_residual_addition_and_norm_equal_their_twin(parts, ways, bias, shift, dtype):
     h, weight = randn(2, 5, 24, dtype=dtype), randn(24)
     parts = randn(parts, 2, 5, 24, dtype=dtype) if parts else None
@@ -472,13 +475,19 @@ def test_residual_addition_and_norm_equal_their_twin(parts, ways, bias, shift, d
         assert got.dtype == dtype and error(got, exact) < (1e-6 if dtype == torch.float32 else 1e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@DTYPES
 @pytest.mark.parametrize("e", [16, 52])
-def test_a_kernel_rotates_queries_and_keys_as_the_plain_lines_do(dtype, e):
-    qkv, (cos, sin) = randn(2, 7, 3, 3, e, dtype=dtype), randn(2, 2, 1, 7, e // 2)
-    got, want = rotate.rotate_both(qkv[:, :, :2], cos, sin), plain.rotate_both(qkv[:, :, :2], cos, sin)
-    assert got.dtype == dtype and got.shape == want.shape == (2, 2, 3, 7, e)
-    assert error(got, want) < (1e-6 if dtype != torch.bfloat16 else 1e-2)
+@pytest.mark.parametrize("commit", [False, True])
+def test_a_kernel_rotates_a_block_and_appends_it_as_the_plain_lines_do(commit, e, dtype):
+    qkv, table, held = randn(4, 7, 3, 3, e, dtype=dtype), randn(2, 60, e // 2), torch.tensor([3, 20, 10, 27])
+    got, want, caches = [], [], randn(2, 2, 3, 40, e, dtype=dtype)
+    for rotate_block, results, inputs in ((rotate.rotate_block, got, (qkv, table)),
+                                          (plain.rotate_block.plain, want, (qkv.double(), table.double()))):
+        state = caches.to(inputs[0].dtype, copy=True)
+        results += [*rotate_block(*inputs, held.to(DEVICE), *(state if commit else ())), state]
+    for a, b in zip(got, want):
+        assert a.dtype == dtype and a.shape == b.shape and error(a, b) < LIMIT[dtype]
+    assert torch.equal(got[2], caches) != commit
 
 
 def test_a_norm_of_numbers_far_from_zero_keeps_their_differences():
@@ -514,7 +523,7 @@ def test_unmask_equals_its_twin(l, p):
     mask, order, step = 5000, randn(2, l).argsort(1), torch.tensor([0, l - 2], device=DEVICE)
     xt = torch.where(torch.arange(2 * l, device=DEVICE).view(2, l) % 2 > 0, 7, mask)
     at, drawn, results = order[:, :p].contiguous(), torch.arange(2 * p, device=DEVICE).view(2, p), []
-    for unmask in (decoders.unmask, draw.unmask):
+    for unmask in (decoders.unmask_and_advance, draw.unmask_and_advance):
         results.append([xt.clone(), at.clone(), step.clone()])
         unmask(*results[-1][:2], drawn, mask, order, results[-1][2])
     assert all(map(torch.equal, *results)) and (p == 1 or not torch.equal(results[0][0], xt))
