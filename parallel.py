@@ -9,18 +9,16 @@ One process runs the same code with world = 1, and communicates nothing.
 """
 import contextlib
 import datetime
-import importlib.metadata
 import importlib.util
 import os
 import pathlib
 import platform
-import statistics
 import subprocess
+import sys
 
 import torch
 import torch.distributed as dist
-# Imported before the process group exists. Functions of this module have the group as a default argument: if it existed
-# already, they would keep it, and gloo's threads would run until the exit and sometimes abort the process there.
+# Must be imported before the process group exists: else gloo's threads outlive it (tests/robust/test_faults.py).
 import torch.distributed.nn
 
 import ops
@@ -121,63 +119,62 @@ def compile_layers(model):
     model.final = torch.compile(model.final, dynamic=False)
 
 
-def matmul_ceiling(dev, n=8192):
-    """Measured FLOP/s of products of two n x n bf16 matrices of random numbers on this GPU. A model FLOPs utilisation
-    (MFU) is a fraction of this number."""
-    a, b = torch.randn(2, n, n, device=dev).bfloat16()
-    times = []
-    for _ in range(8):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(5):
-            a @ b
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1000 / 5)        # milliseconds of five products -> seconds of one
-    return 2 * n ** 3 / statistics.median(times[3:])    # after three to warm up
-
-
 def hardware(dev):
-    """What a measurement was made with: a dict of device, driver, clocks, versions and revision of this code."""
+    """What a measurement was made with: a dict of device, versions and revision of this code."""
     cpu = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-    record = dict(name=cpu, torch=torch.__version__, python=platform.python_version(), device=dev)
+    name = torch.cuda.get_device_name(dev) if dev.type == "cuda" else cpu
+    record = dict(name=name, torch=str(torch.__version__), python=platform.python_version(), device=str(dev))
     # --git-dir: if this folder is a plain copy inside another repository, git must not describe that one.
     git = ["git", f"--git-dir={ROOT / '.git'}", f"--work-tree={ROOT}", "describe", "--always", "--dirty"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):          # no git, or no repository
         record["revision"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    if dev.type == "cuda":
-        gpu = torch.cuda.get_device_properties(dev)
-        keys = "driver_version,clocks.sm,clocks.mem,temperature.gpu"
-        smi = ["nvidia-smi", f"--id=GPU-{gpu.uuid}", f"--query-gpu={keys}", "--format=csv,noheader"]
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            found = subprocess.run(smi, capture_output=True, text=True, check=True).stdout
-            record.update(zip(keys.split(","), found.strip().split(", ")))
-        for package in ("triton", "flash-attn-4"):
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                record[package] = importlib.metadata.version(package)
-        record["name"] = gpu.name
-    return {k: str(v) for k, v in record.items()}
+    return record
 
 
 # ----------------------------------------------------------------------------------------------
 # Processes
 
+TORCHRUN = "start all processes with torchrun --nproc_per_node=N, or unset WORLD_SIZE to run one alone"
+
+
+def from_torchrun(name, default=""):
+    """An environment variable that torchrun sets to a whole number. Raises UserError if it is none."""
+    value = os.environ.get(name, default)
+    if not value.isdecimal():
+        raise UserError(f"the environment variable {name} is {value or 'missing or empty'}; {TORCHRUN}")
+    return int(value)
+
+
 class Parallel:
     """The rank, the world size and the device of this process, read from the environment variables that torchrun sets.
     With more than one process it starts the process group. timeout: seconds after which a collective that another rank
-    has not joined raises an error. Raises UserError for a device that this machine lacks."""
+    has not joined raises an error. Raises UserError for a device that this machine lacks, or if the processes do not
+    find each other."""
 
     def __init__(self, device, timeout=300):
-        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.world = from_torchrun("WORLD_SIZE", "1")
+        self.rank = from_torchrun("RANK") if self.world > 1 else 0
         self.device = torch.device(pick_device(device))
+        local_rank = from_torchrun("LOCAL_RANK", str(self.device.index or 0))
         if self.device.type == "cuda":
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.device.index or 0)))
-            if self.device.index >= (count := torch.cuda.device_count()):
+            self.device = torch.device("cuda", local_rank)
+            if local_rank >= (count := torch.cuda.device_count()):
                 raise UserError(f"this machine has {count} GPUs; start torchrun with --nproc_per_node={count}")
             torch.cuda.set_device(self.device)
         if self.world > 1:
-            backend = "nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+            self.meet(local_rank, timeout)
+
+    def meet(self, local_rank, timeout):
+        """Starts the process group, for which this process waits until all others have come."""
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        if local_rank == 0:
+            print(f"waiting for all {self.world} processes at {address}", file=sys.stderr, flush=True)
+        try:
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo",
+                                    timeout=datetime.timedelta(seconds=timeout))
+        except (RuntimeError, ValueError) as error:     # ValueError: MASTER_ADDR or MASTER_PORT is missing
+            why = str(error).partition("\n")[0]
+            raise UserError(f"the {self.world} processes do not meet at {address} ({why}); {TORCHRUN}") from error
 
     def sum(self, values):
         """The sums of a list of numbers over all ranks, in fp64. A collective: every rank must call it."""
@@ -307,6 +304,8 @@ class ShardedAdamW:
             f["shard"].copy_(f["flat"][f["own"]])
             state = dict(step=torch.tensor(float(saved["step"]), device=f["shard"].device))
             for key in ("exp_avg", "exp_avg_sq"):
+                if wrong := [name for name, shape in f["shapes"].items() if saved[name][key].shape != shape]:
+                    raise UserError(f"the checkpoint is damaged: AdamW's {key} of {wrong[0]} has another shape")
                 full = torch.cat([*(saved[name][key].flatten() for name in f["shapes"]), torch.zeros(f["sizes"][-1])])
                 state[key] = full[f["own"]].to(f["shard"], copy=True)
             self.adamw.state[f["shard"]] = state

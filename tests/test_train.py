@@ -1,18 +1,23 @@
 """Training: exact resume, any number of processes, AdamW, weights of another block length. Tiny models and texts."""
+import contextlib
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from checkpoint import load_checkpoint, save_checkpoint
-from conftest import (EIGHT_STEPS, ROOT, TINY, eval_record, free_port, make_model, read_log, run_train as run,
-                      start_ranks)
+from checkpoint import load_checkpoint
+from configurator import UserError
+from conftest import EIGHT_STEPS, ROOT, TINY, free_port, make_model, run_train as run, start_ranks
+from data import TokenData, prepare_stdlib
 from model import BlockDiffusionLM, ModelConfig
+from nelbo import nelbo_sums
 from paper import transfer_lr
 from parallel import ShardedAdamW
+from tools.loss import read_log
 from train import learning_rate_at
 
 
@@ -32,7 +37,7 @@ def test_four_steps_equal_two_then_resume_then_two_bit_for_bit(corpus, tmp_path)
     x, y = ({key: load_checkpoint(f"{folder}/ckpt.pt")[key] for key in ("step", "model", "optimizer")}
             for folder in (a, b))
     torch.testing.assert_close(x, y, rtol=0, atol=0)
-    losses = [[(r["step"], r.get("loss"), r.get("val_loss")) for r in read_log(d)] for d in (a, b)]
+    losses = [[(r["step"], r.get("loss"), r.get("val_loss")) for r in read_log(f"{d}/log.jsonl")] for d in (a, b)]
     assert losses[0] == losses[1] and len(losses[0]) == 6 and x["step"] == 4
 
 
@@ -57,7 +62,7 @@ def test_every_row_has_noise_and_data_of_its_own_and_every_step_its_learning_rat
     assert len(noise) == len(rows) == 4 * 4             # four steps of four rows
     rates, scales = zip(*updates)
     assert list(rates) == [learning_rate_at(i, 1e-2, 1e-6, 1, 4) for i in range(4)]
-    norms = [row["grad_norm"] for row in read_log(tmp_path) if "loss" in row]
+    norms = [row["grad_norm"] for row in read_log(tmp_path / "log.jsonl") if "loss" in row]
     assert scales == pytest.approx([min(1, 0.5 / norm) for norm in norms], rel=1e-3)
     assert min(scales) < 0.9, "nothing was clipped"
 
@@ -67,7 +72,7 @@ def test_accumulation_does_not_change_the_run(corpus, tmp_path):
     for micro in (4, 1):
         out = str(tmp_path / str(micro))
         run(TINY + [f"--data={corpus}", f"--out_dir={out}", f"--micro_batch_size={micro}"])
-        losses.append([r["loss"] for r in read_log(out) if "loss" in r])
+        losses.append([r["loss"] for r in read_log(f"{out}/log.jsonl") if "loss" in r])
     np.testing.assert_allclose(*losses, rtol=2e-5)
 
 
@@ -96,7 +101,7 @@ def test_processes_on_one_or_two_nodes_train_the_same_model_as_one(corpus, tmp_p
     a, b = load_checkpoint(f"{one}/ckpt.pt"), load_checkpoint(f"{many}/ckpt.pt")
     torch.testing.assert_close(a["model"], b["model"], rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(a["optimizer"], b["optimizer"], rtol=1e-3, atol=1e-6)
-    losses = [[r.get("loss") or r["val_loss"] for r in read_log(d)] for d in (one, many)]
+    losses = [[r.get("loss") or r["val_loss"] for r in read_log(f"{d}/log.jsonl")] for d in (one, many)]
     np.testing.assert_allclose(*losses, rtol=1e-4)
     run(tiny + [f"--out_dir={many}", "--max_iters=6", "--resume"])
     assert load_checkpoint(f"{many}/ckpt.pt")["step"] == 6
@@ -163,15 +168,60 @@ def test_the_schedule_warms_up_then_falls_to_the_floor():
 
 @pytest.mark.parametrize("block_len", [8, 4, 32])
 def test_a_run_begins_with_the_weights_of_another_block_length(corpus, trained, tmp_path, capsys, block_len):
-    """Its first validation, before any step, is what eval.py finds for these weights at that block length."""
+    """Its first validation, before any step, is the bound of these weights at that block length."""
     weights = load_checkpoint(f"{trained}/ckpt.pt")
-    model = BlockDiffusionLM(ModelConfig(**{**weights["config"], "block_len": block_len}))
+    model = BlockDiffusionLM(ModelConfig(**{**weights["config"], "block_len": block_len})).eval()
     model.load_state_dict(weights["model"])
-    save_checkpoint(tmp_path / "ckpt.pt", model, tokenizer="bytes")
-    record = eval_record(f"--checkpoint={tmp_path}", f"--data={corpus}", "--sequences=4", "--mc=2")
-    nelbo = record["results"][0]["text"][corpus]["nelbo"]
-    run(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}/begun", f"--init_from={trained}",
-                f"--block_len={block_len}", "--eval_samples=2"])
-    assert f" 0/4 validation {nelbo:.4f} nats" in capsys.readouterr().out
-    record = load_checkpoint(tmp_path / "begun" / "ckpt.pt", "optimizer")
+    x0 = TokenData(corpus, "val", "bytes").sequences(32, 4)
+    alone = SimpleNamespace(rank=0, world=1, device="cpu")
+    sums = nelbo_sums(model, x0, alone, contextlib.nullcontext, seed=1337, mc=2)                # (4, 2, 3)
+    run(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", f"--init_from={trained}", f"--block_len={block_len}",
+                "--eval_samples=2"])
+    assert f" 0/4 validation {sums[..., 0].sum() / (2 * x0.numel()):.4f} nats" in capsys.readouterr().out
+    record = load_checkpoint(tmp_path / "ckpt.pt", "optimizer")
     assert record["step"] == record["optimizer"]["step"] == 4 and record["config"]["block_len"] == block_len
+
+
+def test_the_weights_of_the_lowest_validation_are_kept_also_over_a_resume(corpus, tmp_path, capsys):
+    argv = TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", "--max_iters=8"]
+    losses, seen = iter([3.0, 2.0, 2.5, 2.5, 2.25]), []
+
+    def patch(module):
+        def stop_in_step_seven(step, *rest):
+            if step == 6 and len(seen) == 3:
+                raise KeyboardInterrupt
+            return learning_rate_at(step, *rest)
+
+        def scored(model, x, *rest, **more):            # as a model that overfits after step 4
+            seen.append({name: p.clone() for name, p in model.state_dict().items()})
+            return np.full((len(x), 2, 3), next(losses) * x.size(1))
+        module.nelbo_sums, module.learning_rate_at = scored, stop_in_step_seven
+    with pytest.raises(KeyboardInterrupt):
+        run(argv, patch)
+    run(argv + ["--resume"], patch)                     # it validates step 6 again, then step 8
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1].startswith("validation was lowest at step 4 (2.0000 nats per token)")
+    best = load_checkpoint(tmp_path / "best.pt")
+    torch.testing.assert_close(best["model"], seen[1], rtol=0, atol=0)
+    assert best["step"] == 4 and "optimizer" not in best
+    (tmp_path / "ckpt.pt").unlink()
+    with pytest.raises(UserError, match="no checkpoint can be read from .*ckpt.pt"):
+        run(argv + ["--resume"])
+    run(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}/more", f"--init_from={tmp_path}/best.pt"])
+
+
+def test_several_folders_are_one_text_and_each_is_known_by_its_checksum(corpus, tmp_path):
+    source, other = tmp_path / "source", tmp_path / "other"
+    source.mkdir()
+    for i in range(60):
+        (source / f"module_{i}.py").write_text(f"x = {i}\n" * 50)
+    prepare_stdlib(other, root=source)
+    argv = TINY + [f"--data={corpus},{other}", f"--out_dir={tmp_path}/out"]
+    run(argv)
+    texts = [TokenData(folder, "train").sha256[0] for folder in (corpus, other)]
+    assert load_checkpoint(tmp_path / "out" / "ckpt.pt")["text"] == texts and texts[0] != texts[1]
+    run(argv + ["--resume", "--max_iters=5"])
+    meta = other / "meta.json"
+    meta.write_text(meta.read_text().replace(texts[1], "0" * 64))              # as if another text was prepared there
+    with pytest.raises(UserError, match="holds another text than when"):
+        run(argv + ["--resume", "--max_iters=6"])

@@ -1,0 +1,51 @@
+"""
+Reads and draws the log of a training, out_dir/log.jsonl. train.py draws it at its end.
+
+    python -m tools.loss out                                # writes out/loss.png, also while the run goes on
+"""
+import contextlib
+import json
+import os
+import sys
+
+from configurator import script
+
+
+def read_log(path):
+    """The rows of a log.jsonl, in the order of their steps; training and validation have rows of their own. A run that
+    resumes logs the steps after its checkpoint again: the last line of a step counts. A line that was cut off, by a
+    full disk or a kill, is left out."""
+    rows = {}
+    with open(path, errors="replace") as f:
+        for line in f:
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+                rows[row["step"], "loss" in row] = row
+    return [rows[key] for key in sorted(rows)]
+
+
+def draw(folder):
+    """Draws training and validation loss (nats per token) from folder/log.jsonl to folder/loss.png. Says so, or what
+    is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no loss.png, which needs matplotlib: pip install matplotlib")
+        return
+    rows = read_log(os.path.join(folder, "log.jsonl"))
+    fig = Figure(figsize=(7, 4), layout="constrained")
+    ax = fig.subplots()
+    train = [(row["step"], row["loss"]) for row in rows if row.get("loss")]    # a loss that was not finite is None
+    val = [(row["step"], row["val_loss"]) for row in rows if row.get("val_loss")]
+    ax.plot(*zip(*train), color="0.6", lw=1, label="training, mean since the last point")
+    ax.plot(*zip(*val), color="tab:blue", marker="o", ms=4, label="validation")
+    ax.set(xlabel="step", ylabel="NELBO, nats per token", title=folder)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False)
+    fig.savefig(os.path.join(folder, "loss.png"), dpi=120)
+    print(f"wrote {os.path.join(folder, 'loss.png')}")
+
+
+if __name__ == "__main__":
+    with script("tools/loss.py"):
+        draw(*sys.argv[1:2] or ["out"])
