@@ -3,45 +3,39 @@ Generation, one block after another: unmask a block, append it to the cache, con
 eq. partial-reverse). All four models generate this way; a full-sequence model takes the whole request as one block.
 
     python sample.py                                            # continue from out/ckpt.pt
-    python sample.py --prompt "def " --length 1000 --watch      # see each block being unmasked
-    python sample.py --prompt_file=book.txt --save_cache=book   # save the prompt's cache
-    python sample.py --load_cache=book --prompt " Then"         # continue from it and this text
+    python sample.py --prompt "def " --length 1000 --watch      # print the block after each denoising step
+    python sample.py --prompt_file=book.txt --save_cache=book.cache     # save the prompt and its cache
+    python sample.py --load_cache=book.cache --prompt " Then"           # continue from it and this text
 
 `generate` is the loop to read and to import. What a denoising step reveals is in decoders.py. In shapes, b is the
 batch (one row for each sample), l the tokens of a block, m any number of tokens, d the width of the model.
 """
 import codecs
-import dataclasses
-import functools
-import os
-import shutil
+import collections
 import signal
 import sys
 import time
 
-STARTED = time.time()                   # torch, which comes next, takes seconds to import
-
 import torch
 
 import ops
-from checkpoint import copy_row, find_checkpoint, fingerprint, load_model, load_prefix, read_prefix, save_prefix
+from checkpoint import check_out, copy_row, find_checkpoint, fingerprint, load_model, load_prompt, save_prompt
 from configurator import UserError, check, configure, script, tqdm
 from data import VOCABULARY, get_tokenizer
 from decoders import ActiveBlock, Sampler, check_decoder, usual_tokens_per_step
-from files import check_file
-from model import BlockDiffusionLM, cast_for_inference, config_from_file, take
+from model import BlockDiffusionLM, cast_for_inference, select
+from paper import config_from_file
 from parallel import has_fast, pick_device, pick_dtype, select_kernels
 
 # ----------------------------------------------------------------------------------------------
 # Settings
 out_dir = "out"                         # a folder with the ckpt.pt of train.py, or an export
 checkpoint = ""                         # another checkpoint: a file, a folder or hf://owner/name (docs/forking.md)
-init = ""                               # "random": untrained weights of model_config
-model_config = ""                       # a file of config/ or its name, for --init=random
+untrained = ""                          # random weights instead: a file of config/ or its name
 prompt = ""                             # text to continue; empty: a new document
 prompt_file = ""                        # a UTF-8 file with the prompt
 suffix = ""                             # known text; the generated tokens fill the gap between prompt and suffix
-save_cache = ""                         # write the prompt's cache to this file
+save_cache = ""                         # write the prompt and its cache to this file, NAME.cache
 load_cache = ""                         # continue from a cache that save_cache wrote; the prompt comes after its text
 length = 512                            # tokens to generate
 num_samples = 1                         # samples generated side by side, as the rows of one batch
@@ -53,13 +47,14 @@ top_k = 0                               # draw from the k most probable tokens; 
 top_p = 1.0                             # draw from the most probable tokens that together reach this probability
 stop_at_eot = False                     # end a sample at its first end-of-text
 seed = 1337                             # seed of the first sample; sample i has seed + i
-watch = False                           # show the active block while it is unmasked
+watch = False                           # print the active block of the first sample after each step
 device = "auto"                         # auto, cpu or cuda; not mps: sampling draws in fp64
 dtype = "auto"                          # auto: bfloat16 if the GPU has it, else float32
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
 engine = "auto"                         # auto, simple, fused or graphs, see open_engine; all draw the same numbers
 # ----------------------------------------------------------------------------------------------
 
+BAR = dict(delay=2, leave=False)        # a tqdm that appears after two seconds; with disable=None, on a terminal alone
 ENGINES = ("auto", "simple", "fused", "graphs")
 
 
@@ -93,7 +88,7 @@ class SimpleEngine:
         t = self.block.next_noise_level()                                      # (b,) or None
         hidden = self.model.denoise_hidden(self.block.xt, self.cache, t)       # (b, l, d)
         # `reveal` says at which positions it needs logits. Logits are v wide, so they are made only there.
-        self.block.reveal(lambda positions: self.model.token_logits(take(hidden, positions)))
+        self.block.reveal(lambda positions: self.model.token_logits(select(hidden, positions)))
         self.passes += 1
 
     def commit(self, x0):
@@ -122,54 +117,55 @@ def open_engine(wanted, model, dtype=torch.float32):
         raise UserError("device=mps cannot sample, because draws need fp64; use --device=cpu")
     if wanted == "simple" or (wanted == "auto" and (device_type == "cpu" or "cached_attention" not in ops.FAST)):
         return cast_for_inference(model, dtype), SimpleEngine
-    if wanted == "graphs" and device_type == "cpu":
-        raise UserError("engine=graphs records CUDA graphs, but the model is on the CPU; use --engine=auto")
-    if not has_fast():
-        raise UserError(f"engine={wanted} needs the folder fast/, which is not here; use --engine=simple")
+    if not has_fast() or (wanted == "graphs" and device_type == "cpu"):
+        raise UserError(f"engine={wanted} needs the folder fast/, and engine=graphs a GPU; use --engine=auto")
     from fast.engine import new_engine
     from fast.inference import inference_model
-    return inference_model(model, dtype), functools.partial(new_engine, wanted)
+    return inference_model(model, dtype), lambda *args: new_engine(wanted, *args)
 
 
-@dataclasses.dataclass
-class Generation:
-    """What `generate` returns."""
-    tokens: list                        # for each row a 1-D int64 tensor on the CPU: prompt, generated tokens, suffix
-    forward_passes: int                 # denoising steps and commits; reading the prompts is not counted
-    start_seconds: float                # compiling and recording steps, reading the prompts
-    seconds: float                      # from the first step to the last token
-    cache_bytes: int
+# What `generate` returns:
+#   tokens            for each row a 1-D int64 tensor on the CPU: prompt, generated tokens, suffix
+#   forward_passes    denoising steps and commits; reading the prompts is not counted
+#   seconds           from the first step to the last token
+#   cache_bytes       the memory of the cache
+Generation = collections.namedtuple("Generation", "tokens forward_passes seconds cache_bytes")
 
 
 @torch.no_grad()
 def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_token=None, on_block=None, on_step=None,
-             prefix=None, on_read=None, suffix=()):
+             cache=None, suffix=()):
     """
     Continues every prompt by `length` tokens. With a suffix, these tokens fill the gap between prompt and suffix.
 
     model, new_engine: as `open_engine` returns them. prompts: list of 1-D int64 tensors, which may differ in length
     and be empty. sampler: Sampler with one seed for each prompt. stop_token: a row ends after its first new one, and
-    then its suffix is left out. prefix: a Prefix that comes before every prompt; its tokens are part of the returned
-    rows. on_block(row, tokens) is called after each block with the new tokens of a row, a list; on_step(xt) after each
-    denoising step; on_read(n) when n more tokens of the prompts have been read. Raises UserError for a request that
-    `plan` refuses.
+    then its suffix is left out. on_block(row, tokens) is called after each block with the new tokens of a row, a list;
+    on_step(xt) after each denoising step. cache: of one row, as `read` fills it, with the first tokens of every prompt,
+    which are then not read again. Raises UserError for a request that cannot be served, before any work.
     """
     device = model.embed.weight.device
-    if prefix is not None:
-        prompts = [torch.cat([prefix.tokens, p.cpu()]) for p in prompts]
     totals = [len(p) + length + len(suffix) for p in prompts]
     l, starts, n_blocks = plan(model.config, prompts, length, len(suffix))
     if len(sampler.seeds) != len(prompts):
         raise UserError(f"the sampler has {len(sampler.seeds)} seeds; give it {len(prompts)}, one for each prompt")
-    called = time.perf_counter()
+    assert cache is None or int(cache.lengths) <= min(starts), "a prompt is shorter than what the cache holds of it"
     # A block is committed so that the blocks after it can see it. No block comes after the last one, so it is never
-    # committed, and the cache needs no room for it.
-    cache = model.new_cache(len(prompts), max(starts) + (n_blocks - 1) * l, l)
-    block_engine = new_engine(model, cache, sampler, l)
-    read_prompts(model, cache, prompts, starts, prefix, on_read)
-    active = first_block(prompts, starts, totals, suffix, l, sampler.mask_id).to(device)   # (b, l)
-    n_masked = (active == sampler.mask_id).sum(1).tolist()
+    # committed, and the rows need no room for it.
+    rows_cache = model.new_cache(len(prompts), max(starts) + (n_blocks - 1) * l, l)
+    block_engine = new_engine(model, rows_cache, sampler, l)
     rows = [prompt.tolist() for prompt in prompts]      # the tokens of each row so far
+    heads = [row[:start] for row, start in zip(rows, starts)]      # whole blocks, which the cache will hold
+    for i, (prompt, head) in enumerate(zip(prompts, heads)):
+        first = heads.index(head)                       # what several rows have is read once, and copied to the others
+        known = rows_cache.rows(first, first + 1) if first < i else cache
+        read(model, prompt[:len(head)], rows_cache.rows(i, i + 1), known)
+    # The first active block of a row begins with what the prompt has after its last whole block. The suffix is known,
+    # too: a masked position sees both sides.
+    mask, suffix = sampler.mask_id, torch.as_tensor(suffix).tolist()
+    blocks = [(row[start:] + [mask] * length + suffix + [mask] * l)[:l] for row, start in zip(rows, starts)]
+    n_masked = [block.count(mask) for block in blocks]
+    active = torch.tensor(blocks, device=device)        # (b, l)
     started = now(device)
 
     # While block k is unmasked, the cache holds keys, values and states of the first starts[i] + k l tokens of row i,
@@ -179,10 +175,11 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
         x0 = block_engine.decode(active, n_masked, on_step)                    # (b, l), no mask left
         # tolist waits for the device. With CUDA graphs only decoder=threshold waits elsewhere (ActiveBlock.steps).
         for i, block in enumerate(x0.tolist()):
-            # The new tokens are those after all that the row has, up to its last one. A row that has ended gets none
-            # (an empty slice), while the batch runs on for the others.
+            # Positions first..end-1 of the block are new: those after all tokens that the row has, up to its last one.
+            # If the row has ended, first = end and nothing is new, while the batch runs on for the other rows.
             begin = starts[i] + k * l
-            new = block[len(rows[i]) - begin:totals[i] - begin]
+            first, end = len(rows[i]) - begin, totals[i] - begin
+            new = block[first:end]
             if stop_token in new:
                 new = new[:new.index(stop_token) + 1]
                 totals[i] = len(rows[i]) + len(new)
@@ -192,10 +189,10 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
         if [len(row) for row in rows] == totals:        # at the last block at the latest
             break
         block_engine.commit(x0)
-        active.fill_(sampler.mask_id)
+        active.fill_(mask)
         n_masked = [l] * len(rows)
-    rows = [torch.tensor(row, dtype=torch.long) for row in rows]
-    return Generation(rows, block_engine.passes, started - called, now(device) - started, cache.nbytes)
+    rows = [torch.tensor(row) for row in rows]
+    return Generation(rows, block_engine.passes, now(device) - started, rows_cache.nbytes)
 
 
 def now(device):
@@ -216,11 +213,9 @@ def plan(config, prompts, length, n_suffix=0):
     tokens and 11 masks, the second has 16 masks, of which 9 are needed. Raises UserError for a request that cannot be
     served, before any work.
     """
-    if not prompts:
-        raise UserError("there are no prompts; give at least one, which may be empty")
+    if not prompts or length < 1:
+        raise UserError(f"length must be at least 1 and prompts at least one, but these are {length} and {len(prompts)}")
     totals = [len(p) + length + n_suffix for p in prompts]
-    if length < 1:
-        raise UserError(f"length must be at least 1, but is {length}")
     if config.full_sequence and min(totals) != max(totals):
         raise UserError("a full-sequence model takes prompts of one length at a time; give it others in another call")
     l = max(totals) if config.full_sequence else config.block_len
@@ -228,68 +223,34 @@ def plan(config, prompts, length, n_suffix=0):
     n_blocks = max(-(-(total - start) // l) for total, start in zip(totals, starts))
     if n_suffix and n_blocks > 1:
         # A block sees only itself and what comes before it. It would not see a suffix that lies in a later block.
-        raise UserError(f"a suffix must end in the block of {l} tokens in which the prompt ends, which has room for "
-                        f"{l - max(len(p) % l for p in prompts)}; length and suffix are {length + n_suffix} tokens; "
-                        f"shorten one")
-    end = max(starts) + n_blocks * l
-    if end > config.rope_capacity:
-        raise UserError(f"prompt and length make {end} tokens in whole blocks, which is beyond the rotary "
-                        f"capacity of {config.rope_capacity}; ask for a shorter length or prompt")
+        raise UserError(f"length and suffix are {length + n_suffix} tokens, but must end in the block of {l} in which "
+                        f"the prompt ends, which has room for {l - max(len(p) % l for p in prompts)}; shorten one")
+    if (end := max(starts) + n_blocks * l) > config.rope_capacity:
+        raise UserError(f"prompt and length make {end} tokens in whole blocks, but the model has positions for "
+                        f"{config.rope_capacity}, its rotary capacity; shorten one")
     return l, starts, n_blocks
 
 
-def first_block(prompts, starts, totals, suffix, l, mask_id):
-    """The first active block of every row, (b, l) on the CPU. The cache holds whole blocks only: what a prompt has
-    after its last whole block is known here. The suffix is known, too: a masked position sees both sides."""
-    blocks = torch.full((len(prompts), l), mask_id)
-    for block, prompt, start, total in zip(blocks, prompts, starts, totals):
-        block[:len(prompt) - start] = prompt[start:]
-        block[total - start - len(suffix):total - start] = torch.as_tensor(suffix)
-    return blocks
-
-
-def read_prompts(model, cache, prompts, starts, prefix, on_read=None):
-    """
-    Fills the cache with the first starts[i] tokens of prompt i. The tokens of `prefix` are copied from its cache. A
-    prompt that several rows have is read once, and its cache is copied to the other rows.
-    """
-    first_rows = {}                                     # for each prompt the first row that has it
-    for i, (prompt, start) in enumerate(zip(prompts, starts)):
-        if start == 0:                                  # no whole block
-            continue
-        tokens, row = prompt[:start].to(cache.lengths.device), cache.rows(i, i + 1)        # row: the cache's own memory
-        first = first_rows.setdefault(tuple(tokens.tolist()), i)
-        if first < i:
-            copy_row(cache.rows(first, first + 1), row)
-            continue
-        if prefix:
-            copy_row(prefix.cache, row)
-        model.prefill(tokens[None, int(row.lengths):], row, on_chunk=on_read)  # what the prefix has not filled
+def read(model, tokens, cache, known=None):
+    """Fills a cache of one row with tokens (m,), which are whole blocks, and returns it. known: None, or a cache of one
+    row with the first of them, which is copied. Shows a bar, see BAR."""
+    if known is not None:
+        copy_row(known, cache)
+    l, held, device = model.config.block_len, int(cache.lengths), cache.lengths.device
+    chunk = max(4096 // l, 1) * l                       # tokens that the model takes at a time: whole blocks
+    for i in tqdm(range(held, len(tokens), chunk), "reading the prompt", unit=" chunks", disable=None, **BAR):
+        model.prefill(tokens[None, i:i + chunk].to(device), cache)
+    return cache
 
 
 # ----------------------------------------------------------------------------------------------
 # The script
 
-BAR_DELAY = 2                           # seconds before a progress bar appears
-
-
-def check_settings():
-    """Checks all that can be checked before a model is loaded and a prompt is read. Raises UserError."""
-    check(globals(), least=dict(length=1, num_samples=1, seed=0, tokens_per_step=0), most=dict(num_samples=2 ** 20),
-          below=dict(seed=2 ** 63),
-          choices=dict(init=("", "random"), dtype=("auto", "float32", "bfloat16"), engine=ENGINES))
-    check_decoder(dict(globals(), tokens_per_step=tokens_per_step or 1))
-    if bool(init) != bool(model_config):
-        raise UserError("--init=random and --model_config=FILE, a file of config/, go together; give both or none")
-    check_file("save_cache", save_cache, rb"PK.*nanobdlm-prefix", (prompt_file, load_cache))
-
-
 def tokenizer_of(model, name, path):
     """The tokenizer of that name. Raises UserError if its token ids are not the model's. path: for the message."""
-    if VOCABULARY.get(name) != model.config.vocab_size:
-        known = " and ".join(f"{size} for {each}" for each, size in VOCABULARY.items())
-        raise UserError(f"{path} has {model.config.vocab_size} token ids, not those of its tokenizer, {name}; "
-                        f"vocab_size must be {known}")
+    size = model.config.vocab_size
+    if VOCABULARY.get(name) != size:
+        raise UserError(f"{path} has {size} token ids, not those of its tokenizer, {name}; choose from {VOCABULARY}")
     return get_tokenizer(name)
 
 
@@ -303,15 +264,15 @@ def open_checkpoint(path, device):
 
 def open_model(device):
     """The model that the settings name, and its tokenizer."""
-    if init == "random":
-        torch.manual_seed(seed)
-        c = config_from_file(model_config)
-        with torch.device(device):
-            model = BlockDiffusionLM(c).eval()
-        # An untrained head is zero, and all tokens would be equally probable, whatever the model computes.
-        torch.nn.init.normal_(model.head.weight, std=0.02)
-        return model, tokenizer_of(model, "bytes" if c.vocab_size == 258 else "gpt2", model_config)
-    return open_checkpoint(checkpoint or out_dir, device)[:2]
+    if not untrained:
+        return open_checkpoint(checkpoint or out_dir, device)[:2]
+    torch.manual_seed(seed)
+    c = config_from_file(untrained)
+    with torch.device(device):
+        model = BlockDiffusionLM(c).eval()
+    # An untrained head is zero, and all tokens would be equally probable, whatever the model computes.
+    torch.nn.init.normal_(model.head.weight, std=0.02)
+    return model, tokenizer_of(model, "bytes" if c.vocab_size == 258 else "gpt2", untrained)
 
 
 def read_text(prompt, prompt_file):
@@ -324,151 +285,101 @@ def read_text(prompt, prompt_file):
         with open(prompt_file, encoding="utf-8-sig") as f:
             return f.read()
     except UnicodeError as error:
-        raise UserError(f"{prompt_file} is not UTF-8 (byte {error.start}); convert it, for example with "
-                        f"iconv") from None
+        raise UserError(f"{prompt_file} is not UTF-8 (byte {error.start}); convert it with iconv") from None
 
 
 class Printer:
     """
-    Prints the prompt and then the generated text of the first row to stdout, and the other rows at the end. If stderr
-    is a terminal, it shows a bar there while a long prompt is read, then a line of progress below the text and, with
-    --watch, the active block.
+    Prints the prompt and then the generated text of the first row to stdout, block by block, and the other rows at the
+    end. With --watch, it prints the first row's active block to stderr after each step, and its text at the end.
     """
 
-    def __init__(self, tokenizer, prompt, n_unread, n_known, n_new, mask_id, n_rows=1, stop_token=None, watch=False):
-        """prompt: its text. n_unread: tokens of it that will be read into the cache. n_known: known tokens of the first
-        active block of a row. n_new: tokens that a row gets after them. watch: whether to show the active block."""
-        self.tokenizer, self.prompt, self.mask_id = tokenizer, prompt, mask_id
-        self.stop_token, self.watch = stop_token, watch
-        self.n_unread, self.n_known, self.n_rows = n_unread, n_known, n_rows
-        self.total, self.n_generated = n_new * n_rows, 0        # over all rows
-        self.n_left = n_new                             # of the first row, not printed yet
-        self.started = self.last_shown = time.time()
-        self.live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    def __init__(self, tokenizer, prompt, mask_id, bar):
+        """prompt: its text. bar: a tqdm over denoising steps, for a run without --watch."""
+        self.tokenizer, self.mask_id, self.bar = tokenizer, mask_id, bar
+        self.prompt = self.unprinted = prompt
         # A character may end in a later block than it begins in: the bytes are kept until then.
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self.others = {}                                # for each row but the first its generated tokens
-        self.bar = tqdm(desc="reading the prompt", total=n_unread, unit=" tokens", unit_scale=True, leave=False,
-                        file=sys.stderr, delay=BAR_DELAY, mininterval=0.2 if self.live else 10, miniters=1)
+        self.kept = collections.defaultdict(list)       # tokens to print at the end, for each row that has some
 
-    def read(self, n):
-        """Call it when n more tokens of the prompt have been read. Prints the prompt when all have been."""
-        self.bar.update(n)
-        self.n_unread -= n
-        if not self.n_unread:
-            self.bar.close()
-            print(self.prompt, end="", flush=True)
-            self.started = time.time()
+    def step(self, xt):
+        """Call it after a denoising step. xt (b, l): the active block with its masks. The last one may reach further
+        than the text that was asked for."""
+        if not watch:
+            self.bar.update()
+            return
+        cells = ["\u2591" if token == self.mask_id else self.tokenizer.decode([token]) for token in xt[0].tolist()]
+        print("".join(cells).replace("\n", "\u23ce").replace("\t", " "), file=sys.stderr, flush=True)
 
     def block(self, row, tokens):
         """Call it when a block of a row is finished. tokens: the list of those that it adds after the prompt."""
-        if row == 0:
-            self.clear()
-            print(self.utf8.decode(self.tokenizer.decode_bytes(tokens)), end="", flush=True)
-            self.n_left = 0 if self.stop_token in tokens else self.n_left - len(tokens)
-        else:
-            self.others.setdefault(row, []).extend(tokens)
-        self.n_generated, self.n_known = self.n_generated + len(tokens), 0
-        self.below(self.n_generated)
-
-    def step(self, xt):
-        """Call it after a denoising step. Shows the progress and, with --watch, the block xt (b, l) with its masks."""
-        # To count the known tokens is to wait for the device, so it is done only now and then.
-        watching = self.watch and self.n_left > 0
-        if not watching and time.time() - self.last_shown < 0.2:
+        if row > 0 or watch:
+            self.kept[row] += tokens
             return
-        self.last_shown = time.time()
-        known = int((xt != self.mask_id).sum()) - self.n_known * self.n_rows
-        done = min(self.n_generated + known, self.total)
-        if not watching:
-            return self.below(done)
-        shown = xt[0, :self.n_known + self.n_left].tolist()                    # the last block may reach further
-        cells = ["\u2591" if token == self.mask_id else self.tokenizer.decode([token]) for token in shown]
-        line = "".join(cells).replace("\n", "\u23ce").replace("\t", " ")
-        if not self.live:
-            return print(line, file=sys.stderr, flush=True)
-        self.below(done, line)
-        time.sleep(0.02)                                # so that the eye can follow
-
-    def below(self, done, line=""):
-        """Writes a line and the progress below the text, and moves the cursor back to the end of the text."""
-        if not self.live:
-            return
-        width, height = shutil.get_terminal_size()
-        progress = tqdm.format_meter(done, self.total, time.time() - self.started, unit=" tokens")
-        text = (line.ljust(-(-len(line) // width) * width) + progress)[:width * max(height - 2, 1)]
-        n_rows = -(-len(text) // width)
-        # ESC D moves down a line and scrolls at the bottom, which makes room; ESC [nA goes back up. ESC 7 saves the
-        # cursor, ESC [B moves it down, ESC [J erases everything after it, and ESC 8 restores it.
-        print("\x1bD" * n_rows + f"\x1b[{n_rows}A\x1b7\x1b[B\r\x1b[J{text.rstrip()}\x1b8", end="",
-              file=sys.stderr, flush=True)
-
-    def clear(self):
-        """Erases everything but the text."""
-        self.bar.close()
-        if self.live:
-            print("\x1b[J", end="", file=sys.stderr, flush=True)
+        self.bar.close()                                # it may be on the same terminal
+        print(self.unprinted + self.utf8.decode(self.tokenizer.decode_bytes(tokens)), end="", flush=True)
+        self.unprinted = ""
 
     def end(self):
         """Call it at the end or after an interrupt. Ends the first row and prints what the others have."""
-        self.clear()
-        print(self.utf8.decode(b"", final=True))
-        for row, tokens in self.others.items():
+        self.bar.close()
+        print(self.unprinted + self.tokenizer.decode(self.kept.pop(0, [])) + self.utf8.decode(b"", final=True))
+        for row, tokens in self.kept.items():
             print(f"\n--- sample {row + 1} ---\n{self.prompt}{self.tokenizer.decode(tokens)}")
 
 
 def main():
-    check_settings()
-    imported = time.time()
+    check(globals(), least=dict(length=1, num_samples=1, seed=0, tokens_per_step=0),
+          most=dict(num_samples=2 ** 20, seed=2 ** 62),
+          choices=dict(dtype=("auto", "float32", "bfloat16"), engine=ENGINES))
+    check_decoder(dict(globals(), tokens_per_step=tokens_per_step or 1))
+    check_out("save_cache", save_cache, ".cache")
     text, dev = read_text(prompt, prompt_file), pick_device(device)
+    # `encode` refuses a word of the command line that is not UTF-8. The tokenizer would change it in silence.
+    if b"<|endoftext|>" in (text + suffix).encode():
+        print("<|endoftext|> in the prompt or suffix is read as text, not as the end of a document", file=sys.stderr)
     kernels_line = select_kernels(kernels, dev, training=False)
     model, tokenizer = open_model(dev)
     c, n_params, weight_dtype = model.config, model.n_params, pick_dtype(dtype, dev)
     # Before open_engine, which changes the weights.
-    model_fingerprint = fingerprint(model, weight_dtype) if save_cache or load_cache else None
-    prefix = load_prefix(load_cache, c, model_fingerprint) if load_cache else None
+    made_by = fingerprint(model, weight_dtype) if save_cache or load_cache else None
 
-    # An empty prompt is an end-of-text, after which a new document begins.
-    tokens = tokenizer.encode_ordinary(text) or ([] if prefix else [tokenizer.eot_token])
-    tokens = torch.tensor(tokens, dtype=torch.long)
-    known = torch.cat([prefix.tokens, tokens]) if prefix else tokens           # all tokens before the generated ones
-    suffix_tokens = torch.tensor(tokenizer.encode_ordinary(suffix), dtype=torch.long)
-    l, (start,), _ = plan(c, [known], length, len(suffix_tokens))
+    tokens, cache = torch.tensor([], dtype=torch.long), None
+    if load_cache:
+        tokens, cache = load_prompt(load_cache, c, made_by)
+    tokens = torch.cat([tokens, torch.tensor(tokenizer.encode_ordinary(text), dtype=torch.long)])
+    if len(tokens) == 0:                                # a new document begins after an end-of-text
+        tokens = torch.tensor([tokenizer.eot_token])
+    suffix_tokens = tokenizer.encode_ordinary(suffix)
+    l, (start,), _ = plan(c, [tokens], length, len(suffix_tokens))
     per_step = tokens_per_step or usual_tokens_per_step(c, length)
-    sampler = Sampler([(seed + i) % 2 ** 63 for i in range(num_samples)], decoder, per_step, threshold, temperature,
-                      top_k, top_p, mask_id=c.mask_id)
+    sampler = Sampler([seed + i for i in range(num_samples)], decoder, per_step, threshold, temperature, top_k, top_p,
+                      mask_id=c.mask_id)
     model, new_engine = open_engine(engine, model, weight_dtype)
     pace = f"threshold {threshold}" if decoder == "threshold" else f"{min(sampler.tokens_per_step, l)} tokens a step"
     print(f"{n_params:,} parameters on {dev}, {kernels_line}, decoder {decoder}, {pace}, seed {seed}", file=sys.stderr)
 
-    shown = tokenizer.decode(known[known != tokenizer.eot_token].tolist())
-    stop_token = tokenizer.eot_token if stop_at_eot else None
-    printer = Printer(tokenizer, shown, start - (prefix.cache.max_len if prefix else 0), len(known) - start,
-                      length + len(suffix_tokens), c.mask_id, num_samples, stop_token, watch)
-    opened = time.time()
+    # A full-sequence model has one long block, so its progress is shown in steps; threshold takes an unknown number.
+    n_steps = None if decoder == "threshold" else -(-length // sampler.tokens_per_step)
+    bar = tqdm(desc="unmasking", total=n_steps, unit=" steps", disable=None if c.full_sequence else True, **BAR)
+    shown = tokenizer.decode(tokens[tokens != tokenizer.eot_token].tolist())
+    printer = Printer(tokenizer, shown, c.mask_id, bar)
+    if save_cache:
+        cache = read(model, tokens[:start], model.new_cache(1, start), cache)
+        save_prompt(save_cache, tokens, cache, made_by)
     try:
-        printer.read(0)                                 # prints a prompt of which nothing has to be read
-        if save_cache:
-            prefix = read_prefix(model, tokens, prefix, printer.read)
-            tokens = tokens[:0]                         # the prefix holds them now
-            save_prefix(save_cache, prefix, model_fingerprint)
-        # A full-sequence model has one long block, so its progress is shown after steps.
-        on_step = printer.step if watch or (printer.live and c.full_sequence) else None
-        called = time.time()
-        out = generate(model, [tokens] * num_samples, length, sampler, new_engine, stop_token, printer.block, on_step,
-                       prefix, printer.read, suffix_tokens)
+        out = generate(model, [tokens] * num_samples, length, sampler, new_engine,
+                       tokenizer.eot_token if stop_at_eot else None, printer.block,
+                       printer.step if watch or c.full_sequence else None, cache, suffix_tokens)
     finally:                                            # an interrupt or an error loses nothing of any row
         printer.end()
-    n_generated = sum(min(len(row) - len(known), length) for row in out.tokens)
+    n_generated = sum(min(len(row) - len(tokens), length) for row in out.tokens)
     print(f"{n_generated} tokens in {out.seconds:.2f} s: {n_generated / out.seconds:.1f} tokens/s, "
-          f"{out.forward_passes} forward passes, cache {out.cache_bytes / 2**20:.2f} MiB\n"
-          f"before that: imports {imported - STARTED:.1f} s, opening the model {opened - imported:.1f} s, "
-          f"preparing steps and reading the prompt {called - opened + out.start_seconds:.1f} s", file=sys.stderr)
+          f"{out.forward_passes} forward passes, cache {out.cache_bytes / 2**20:.2f} MiB", file=sys.stderr)
 
 
 if __name__ == "__main__":
     with script("sample.py"):
-        sys.stdout.reconfigure(errors="replace")        # prints "?" where the terminal's encoding lacks a character
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # main prints what it has, as on Ctrl-C
         configure(globals())
         main()

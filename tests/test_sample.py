@@ -3,12 +3,12 @@ import pytest
 import torch
 
 import ops
-from checkpoint import fingerprint, load_prefix, read_prefix, save_prefix
+from checkpoint import fingerprint, load_prompt, save_prompt
 from conftest import ENGINES, all_models, block_models, generate_by, make_model, make_sampler, prompts_of
 from decoders import DECODERS, ActiveBlock, Sampler, generate_naive
-from model import BlockDiffusionLM, take
+from model import BlockDiffusionLM, select
 from parallel import has_fast
-from sample import generate
+from sample import generate, read
 
 
 @all_models
@@ -88,21 +88,22 @@ def test_forward_passes_are_counted_and_each_step_can_be_watched(engine, decoder
 def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_token_for_token(name, prompt_length, more,
                                                                                       engine, tmp_path, monkeypatch):
     """The plain engine reads and saves a prompt, and each engine goes on from it. more: prompt tokens after it."""
-    model, path = make_model(name, torch.float32), str(tmp_path / "cache")
+    model, path = make_model(name, torch.float32), str(tmp_path / "prompt.cache")
     prompt, = prompts_of(prompt_length + more)
     want = generate(model, [prompt] * 2, 21, make_sampler(model, 2)).tokens
-    mark = fingerprint(model, torch.float32)
-    save_prefix(path, read_prefix(model, prompt[:prompt_length]), mark)
-    prefix = load_prefix(path, model.config, mark)
-    assert torch.equal(prefix.tokens, prompt[:prompt_length])
-    prefill, read = BlockDiffusionLM.prefill, []
+    held, in_blocks, mark = prompt_length // 8 * 8, len(prompt) // 8 * 8, fingerprint(model, torch.float32)
+    save_prompt(path, prompt[:prompt_length], read(model, prompt[:held], model.new_cache(1, held)), mark)
+    tokens, cache = load_prompt(path, model.config, mark)
+    assert torch.equal(tokens, prompt[:prompt_length])
+    prefill, sizes = BlockDiffusionLM.prefill, []
     monkeypatch.setattr(BlockDiffusionLM, "prefill", lambda model, x0, cache, **how: (
-        read.append(x0.size(1)), prefill(model, x0, cache, **how)))
-    out = generate_by(engine, model, [prompt[prompt_length:]] * 2, 21, make_sampler(model, 2), prefix=prefix)
+        sizes.append(x0.numel()), prefill(model, x0, cache, **how)))
+    out = generate_by(engine, model, [prompt] * 2, 21, make_sampler(model, 2), cache=cache)
     assert all(torch.equal(a, b) for a, b in zip(out.tokens, want))
-    assert read[0] == (prompt_length + more) // 8 * 8 - prompt_length // 8 * 8          # what came after, once
-    again = read_prefix(model, prompt[prompt_length:], prefix)
-    alone = generate_by(engine, model, [prompt[:0]], 21, make_sampler(model), prefix=again)
+    # What comes after it is read once for both rows; they are committed together, 16 tokens at a time.
+    assert [n for n in sizes if n < 16] == ([in_blocks - held] if in_blocks > held else [])
+    longer = read(model, prompt[:in_blocks], model.new_cache(1, in_blocks), cache)
+    alone = generate_by(engine, model, [prompt], 21, make_sampler(model), cache=longer)
     assert torch.equal(alone.tokens[0], want[0])
 
 
@@ -125,7 +126,7 @@ def unmask_all(xt, logits_of, sampler):
     block.start(xt, torch.tensor(0))
     for _ in block.steps((xt == sampler.mask_id).sum(1).tolist()):
         logits = logits_of(block.xt, block.next_noise_level())
-        block.reveal(lambda at: take(logits, at))
+        block.reveal(lambda at: select(logits, at))
     return block.xt
 
 
@@ -157,7 +158,7 @@ def test_confidence_reveals_the_surest_positions_and_threshold_all_that_are_sure
     def first_step(**how):
         block = ActiveBlock(1, 4, Sampler([0], mask_id=2, temperature=0.0, **how), "cpu", time_conditioning=False)
         block.start(torch.full((1, 4), 2), torch.tensor([0]))
-        block.reveal(lambda at: take(logits, at))
+        block.reveal(lambda at: select(logits, at))
         return (block.xt != 2)[0].tolist()
     assert first_step(decoder="confidence", tokens_per_step=2) == [False, True, False, True]
     assert first_step(decoder="threshold", threshold=0.8) == [False, True, False, True]
