@@ -2,6 +2,7 @@
 import gzip
 import itertools
 import json
+import types
 from pathlib import Path
 
 import numpy as np
@@ -31,9 +32,11 @@ def documents(texts):
     return [dict(text=text, url="http://example.org") for text in texts]
 
 
-def prepared(out, train, val=(), **settings):
+def prepared(out, train, val=(), **changes):
+    """Prepares files as `data.py jsonl` does. Returns the content of meta.json."""
     sources = prepare.local_sources(train, "train") + prepare.local_sources(val, "val")
-    return prepare.Preparation(out, sources, "bytes", "a test", **settings).run(2)
+    settings = dict(tokenizer="bytes", tokens=0, val_fraction=0.0, split_on="", text_key="text", skip_bad=False)
+    return prepare.Preparation(out, sources, types.SimpleNamespace(**settings | changes), "a test").run()
 
 
 def folder_bytes(folder):
@@ -51,10 +54,9 @@ def test_documents_are_packed_with_end_of_text_between_them(tmp_path):
     train = data.TokenData(make_folder(tmp_path), "train", "bytes")
     expected = [list(text.encode()) + [256] for text in TEXTS]
     assert train.sequences(train.n_tokens)[0].tolist() == list(itertools.chain(*expected))
-    assert train.n_bytes == sum(len(text.encode()) for text in TEXTS)
-    assert train.meta["splits"]["train"]["documents"] == len(TEXTS)
-    assert train.n_tokens == train.n_bytes + len(TEXTS)
-    assert train.bytes_per_token == train.n_bytes / train.n_tokens
+    counts = data.read_meta(tmp_path / "out")["splits"]["train"]
+    assert counts["documents"] == len(TEXTS) and counts["utf8_bytes"] == sum(len(text.encode()) for text in TEXTS)
+    assert train.n_tokens == counts["utf8_bytes"] + len(TEXTS)
 
 
 def test_an_epoch_shows_every_window_once_in_an_order_of_its_own(tmp_path):
@@ -81,9 +83,33 @@ def test_the_order_of_windows_does_not_depend_on_ranks_micro_batches_or_resuming
         assert torch.equal(torch.cat(ranks)[[2, 3, 4, 5, 6, 7, 0, 1]], whole[step])
 
 
+def test_several_folders_are_one_series_of_windows_in_their_order(tmp_path):
+    folders = []
+    for name in "abc":
+        path = write_jsonl(tmp_path / f"{name}.jsonl", documents([f"{name}{i}" * (i % 5 + 1) for i in range(40)]))
+        prepared(tmp_path / name, [path])
+        folders.append(str(tmp_path / name))
+    alone = [data.TokenData(folder, "train") for folder in folders]
+    windows = torch.cat([each.sequences(16) for each in alone])                # the ends of the folders are left out
+    together = data.TokenData(",".join(folders), "train", "bytes")
+    assert together.sequences(16).tolist() == windows.tolist()
+    assert together.sequences(16, 7).tolist() == windows[[i * len(windows) // 7 for i in range(7)]].tolist()
+    n, order = len(windows), data.permutation(3, 1, len(windows))
+    assert data.TokenData(folders, "train").batch(3, 1, range(n), n, 16).tolist() == windows[order].tolist()
+    assert together.sha256 == sum((each.sha256 for each in alone), []) and together.n_tokens == sum(
+        each.n_tokens for each in alone)
+    with pytest.raises(data.UserError, match="short/train.bin has 2 tokens, fewer than one sequence"):
+        prepared(tmp_path / "short", [write_jsonl(tmp_path / "s.jsonl", documents(["x"]))])
+        data.TokenData([*folders[:2], tmp_path / "short"], "train").sequences(16)
+    edit = json.loads((tmp_path / "b" / "meta.json").read_text()) | dict(tokenizer="gpt2")
+    (tmp_path / "b" / "meta.json").write_text(json.dumps(edit))
+    with pytest.raises(data.UserError, match="b holds gpt2 tokens, not bytes tokens"):
+        data.TokenData(folders, "train")
+
+
 def test_bits_per_byte_divide_by_the_bytes_of_the_source_documents(tmp_path):
     train = data.TokenData(make_folder(tmp_path, texts=["aé", "b\u2713c", "xyz"]), "train")   # 3 + 5 + 3 bytes
-    assert train.sequence_bytes(14).tolist() == [11] and train.n_bytes == 11
+    assert train.sequence_bytes(14).tolist() == [11]
     assert data.bits_per_byte(np.log(2), 14, 11) == pytest.approx(14 / 11)     # a bit a token
     assert train.sequence_bytes(5).tolist() == [4, 4]   # a C3 A9 eot b | E2 9C 93 c eot | x y z eot
     assert train.sequence_bytes(2).tolist() == [2, 1, 2, 2, 1, 2, 1]
@@ -116,7 +142,7 @@ def fake_stdlib(root):
 def test_the_default_corpus_is_the_standard_library_split_by_file(tmp_path):
     fake_stdlib(tmp_path / "lib")
     meta = data.prepare_stdlib(tmp_path / "data" / "stdlib", tmp_path / "lib")
-    train, val = (data.TokenData(tmp_path / "data" / "stdlib", s, "bytes") for s in data.SPLITS)
+    train, val = (data.TokenData(tmp_path / "data" / "stdlib", s, "bytes") for s in ("train", "val"))
     texts = [bytes(t for t in d.sequences(1).flatten().tolist() if t < 256).decode() for d in (train, val)]
     assert meta["splits"]["train"]["documents"] + meta["splits"]["val"]["documents"] == 60
     assert set(texts[0].split("\n")) - {""} == {f"x = {i}" for i in range(60)} - set(texts[1].split("\n"))

@@ -1,4 +1,4 @@
-"""data.py's commands over texts and question sets of all formats. No network is used: the hub is a folder."""
+"""data.py's commands over texts of all formats. No network is used: the hub is a folder."""
 import contextlib
 import errno
 import gzip
@@ -9,6 +9,7 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import data
@@ -61,6 +62,14 @@ def test_a_zst_file_of_many_frames_is_read_whole(tmp_path):
     assert meta["splits"]["train"]["documents"] == len(TEXTS)
 
 
+def test_a_zst_file_with_a_long_window_is_read(tmp_path):
+    options = prepare.zstd().CompressionParameter
+    press = prepare.zstd().ZstdCompressor(options={options.window_log: 30})    # as `zstd --long=30` does
+    lines = [json.dumps(row).encode() + b"\n" for row in documents(TEXTS)]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join([*map(press.compress, lines), press.flush()]))
+    assert prepared(tmp_path / "out", [tmp_path / "a.jsonl.zst"])["splits"]["train"]["documents"] == len(TEXTS)
+
+
 def test_a_text_file_and_its_text_as_json_are_the_same_document(tmp_path):
     text = "\ufeff" + "".join(f"line {i}\r\n" + "\r\n" * (i % 10 == 0) for i in range(5000))
     (tmp_path / "a.txt").write_bytes(text.encode())
@@ -71,7 +80,85 @@ def test_a_text_file_and_its_text_as_json_are_the_same_document(tmp_path):
         train = data.TokenData(tmp_path / name[0], "train")
         plain = text[1:].replace("\r\n", "\n").encode()
         assert train.sequences(train.n_tokens)[0].tolist() == [*plain, 256]
-        assert train.n_bytes == len(plain)
+        assert train.sequence_bytes(train.n_tokens).tolist() == [len(plain)]
+
+
+def decoded(folder, split):
+    """The documents of a split of byte tokens."""
+    tokens = np.fromfile(folder / f"{split}.bin", "<u2")
+    documents = np.split(tokens, np.flatnonzero(tokens == 256) + 1)            # each ends in 256; nothing follows
+    return [document[:-1].astype(np.uint8).tobytes().decode() for document in documents[:-1]]
+
+
+@pytest.mark.parametrize("text, kept", [
+    pytest.param("".join(f"line {i}\n" for i in range(2000)), None, id="a tenth, from the beginning of a line"),
+    pytest.param("a" * 11_000_000 + "\n" + "b\n" * 800_000, 10 ** 6, id="at most 1 MB"),
+    pytest.param("€" * 3000, 900, id="one line")])
+def test_the_end_of_one_text_file_is_kept_for_validation(tmp_path, text, kept):
+    (tmp_path / "my.TXT").write_text(text)
+    out = tmp_path / "out"
+    status, printed, error = script("data.py", "jsonl", tmp_path / "my.TXT", "--tokenizer=bytes", "--out", out)
+    assert status == 0, error
+    train, val = decoded(out, "train"), decoded(out, "val")
+    assert len(train) == len(val) == 1 and train[0] + val[0] == text
+    size = len(val[0].encode())
+    assert size == kept or kept is None and 0 <= len(text) // 10 - size < 20 and train[0].endswith("\n")
+    assert f"kept {size:,} of {len(text.encode()):,} bytes of text for validation" in printed
+
+
+@pytest.mark.parametrize("n", [2, 3, 300])
+def test_documents_are_kept_for_validation_and_the_last_one_where_chance_leaves_none(tmp_path, n):
+    texts = [f"document {i} " + "x" * 500 for i in range(n)]
+    path, out = write_jsonl(tmp_path / "a.JSONL", documents(texts)), tmp_path / "out"
+    assert script("data.py", "jsonl", path, "--tokenizer=bytes", "--out", out)[0] == 0
+    train, val = decoded(out, "train"), decoded(out, "val")
+    assert sorted(train + val) == sorted(texts) and (len(val) == 1 if n < 4 else 10 < len(val) < 60)
+    assert val == texts[-1:] or n > 3
+    counts = data.read_meta(out)["splits"]
+    assert counts["val"]["utf8_bytes"] == len("".join(val)) and counts["train"]["documents"] == len(train)
+    assert script("data.py", "jsonl", path, "--tokenizer=bytes", "--val_fraction=0", "--out", tmp_path / "all")[0] == 0
+    assert decoded(tmp_path / "all", "train") == texts and list(data.read_meta(tmp_path / "all")["splits"]) == ["train"]
+
+
+def test_one_document_that_cannot_be_divided_is_told_and_leaves_the_folder_free(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", documents(["all there is"]))
+    arguments = ["jsonl", path, "--tokenizer=bytes", "--out", tmp_path / "out"]
+    status, _, error = script("data.py", *arguments)
+    assert status == 1 and "--val_fraction 0" in error
+    assert script("data.py", *arguments, "--val_fraction", 0)[0] == 0          # what the sentence says works
+
+
+def test_tokens_of_nanogpt_are_read_with_a_meta_json_of_three_fields(tmp_path):
+    np.array([15496, 995, 50256] * 40, np.uint16).tofile(tmp_path / "val.bin")
+    (tmp_path / "meta.json").write_text('{"format": 2, "tokenizer": "gpt2", "splits": {"val": {"tokens": 120}}}')
+    assert data.TokenData(tmp_path, "val", "gpt2").sequences(3, 1).tolist() == [[15496, 995, 50256]]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_the_text_of_a_special_token_is_told_and_can_end_documents(tmp_path, name):
+    text = "one\n<|endoftext|>\ntwo<|endoftext|> \n <|endoftext|>three"
+    path = write_jsonl(tmp_path / "a.jsonl", documents([text, "four"]))
+    if name == "a.txt":
+        path = tmp_path / name
+        path.write_text(text + "<|endoftext|>four")
+    arguments = ["jsonl", path, "--tokenizer=bytes", "--val_fraction=0", "--out"]
+    status, printed, _ = script("data.py", *arguments, tmp_path / "plain", "--split_on", "")
+    assert "1 documents contain <|endoftext|>" in printed and "--split_on '<|endoftext|>'" in printed
+    assert "<|endoftext|>" in decoded(tmp_path / "plain", "train")[0]
+    status, printed, _ = script("data.py", *arguments, tmp_path / "split", "--split_on", "<|endoftext|>")
+    assert status == 0 and "documents contain" not in printed
+    assert decoded(tmp_path / "split", "train") == ["one\n", "\ntwo", "three", "four"]
+    shown = script("data.py", "show", tmp_path / "plain")[1]
+    assert r"one\n<|endoftext|>\ntwo" in shown and ("three' [end of text] 'four'" in shown) == (name == "a.jsonl")
+
+
+def test_a_text_may_be_in_another_field_and_paths_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_jsonl(tmp_path / "a.jsonl", [dict(content="abc"), dict(content="de", text="no")])
+    arguments = ["jsonl", "~/a.jsonl", "--tokenizer=bytes", "--val_fraction=0", "--out=~/out"]
+    assert "another of its fields ['content']" in script("data.py", *arguments)[2]
+    assert script("data.py", *arguments, "--text_key", "content")[0] == 0
+    assert decoded(tmp_path / "out", "train") == ["abc", "de"]
 
 
 def test_a_document_goes_to_validation_by_its_own_content(tmp_path):
@@ -100,21 +187,21 @@ def test_one_command_prepares_each_data_set_and_stops_at_its_budget(tmp_path, na
     out = tmp_path / "out"
     sizes = [len(text.encode()) + 1 for text in TEXTS] * 3
     size = sum(sizes[:70]) + 1          # the 71st document, in the second file, reaches it
-    budget = ["--tokens", size, "--val_fraction", 0] if name == "dclm" else ["--sequences", 1, "--seq_len", size]
+    budget = ["--tokens", size, *["--val_fraction", 0] * (name == "dclm")]
     arguments = [name, "--local", tmp_path / "hub", "--tokenizer", "bytes", "--out", out, *budget]
     assert script("data.py", *arguments)[0] == 0
     split = "train" if name == "dclm" else "val"
     found = data.TokenData(out, split, "bytes")
-    assert found.n_tokens == sum(sizes[:71]) and list(found.meta["splits"]) == [split]
-    assert found.meta["source"] == data.HUB[name][0]
+    assert found.n_tokens == sum(sizes[:71]) and list(data.read_meta(out)["splits"]) == [split]
+    assert data.read_meta(out)["source"] == prepare.HUB[name][0]
 
 
 def test_a_source_that_ends_before_the_budget_is_told(tmp_path):
     write_jsonl(tmp_path / "hub" / LAYOUT["c4"].format(0), documents(["abc"]))
-    arguments = ["c4", "--tokenizer", "bytes", "--local", tmp_path / "hub", "--sequences", 1]
-    status, _, error = script("data.py", *arguments, "--seq_len", 5, "--out", tmp_path / "a")
+    arguments = ["c4", "--tokenizer", "bytes", "--local", tmp_path / "hub"]
+    status, _, error = script("data.py", *arguments, "--tokens", 5, "--out", tmp_path / "a")
     assert status == 0 and "ended at 4 tokens, before the 5 asked for" in error
-    status, _, error = script("data.py", *arguments, "--seq_len", 4, "--out", tmp_path / "b")
+    status, _, error = script("data.py", *arguments, "--tokens", 4, "--out", tmp_path / "b")
     assert status == 0 and "asked for" not in error
 
 
@@ -155,7 +242,7 @@ def test_a_download_that_breaks_off_goes_on_and_leaves_no_copies(tmp_path, monke
     root, log = tmp_path / "hub", []
     for i in range(12):
         write_jsonl(root / LAYOUT["dclm"].format(i), documents(TEXTS[i::12]))
-    arguments = ["dclm", "--tokens", "1e9", "--tokenizer", "bytes", "--workers", 1, "--val_fraction", 0.2, "--out"]
+    arguments = ["dclm", "--tokens", "1e9", "--tokenizer", "bytes", "--val_fraction", 0.2, "--out"]
     broken = lambda name: ConnectionError("reset") if "shard_08" in name else None
     monkeypatch.chdir(tmp_path)
     fake_hub(monkeypatch, root, log, broken)
@@ -174,7 +261,7 @@ def test_a_disk_that_fills_during_a_download_is_not_blamed_on_the_network(tmp_pa
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     fake_hub(monkeypatch, tmp_path / "hub", [], lambda name: full)
     status, _, error = script("data.py", "c4", "--tokenizer", "bytes", "--out", tmp_path / "out")
-    assert status == 1 and "make room" in error
+    assert status == 1 and "No space left" in error and "room on the disk" in error
 
 
 def test_a_gated_data_set_says_how_to_log_in(tmp_path, monkeypatch):
@@ -188,91 +275,9 @@ def test_show_prints_counts_bytes_per_token_and_text(tmp_path):
     folder = make_folder(tmp_path)
     status, printed, _ = script("data.py", "show", folder)
     assert status == 0
-    train = data.TokenData(folder, "train")
-    assert f"{train.n_tokens:,} tokens" in printed and "60 documents" in printed
-    assert f"{train.bytes_per_token:.3f} bytes per token" in printed and "Document 0" in printed
-
-
-HELLASWAG = dict(ind=4, activity_label="Roof", ctx_a="A man sits [x] on a roof.", ctx_b="he",
-                 label="3", endings=["is  wrapping.", "is [title] ripping", "holds", " starts. "])
-ROWS = {
-    "hellaswag": (HELLASWAG, dict(
-        id="4", context="Roof: A man sits on a roof. He", gold=3,
-        choices=[" is wrapping.", " is. ripping", " holds", " starts."])),
-    "piqa": (dict(goal="Boil", sol1="Heat", sol2="Cool", label=0), dict(
-        id="1", context="Question: Boil\nAnswer:", choices=[" Heat", " Cool"], gold=0)),
-    "arc_easy": (dict(id="M1", question="Why?", answerKey="2",
-                      choices=dict(text=["a", "b", "c"], label=["1", "2", "3"])), dict(
-        id="M1", context="Question: Why?\nAnswer:", choices=[" a", " b", " c"], gold=1)),
-    "arc_challenge": (dict(id="M2", question="Why?", answerKey="C",
-                           choices=dict(text=["a", "b", "c"], label=["A", "B", "C"])), dict(
-        id="M2", context="Question: Why?\nAnswer:", choices=[" a", " b", " c"], gold=2)),
-    "boolq": (dict(question="is it", answer=True, passage="It is."), dict(
-        id="1", context="It is.\nQuestion: is it?\nAnswer:", choices=[" no", " yes"], gold=1)),
-    "winogrande": (dict(sentence="Ann beat Bob so _ won the cup.", option1="Ann", option2="Bob",
-                        answer="1"), dict(
-        id="1", contexts=["Ann beat Bob so Ann", "Ann beat Bob so Bob"],
-        choices=[" won the cup."] * 2, gold=0)),
-}
-
-
-@pytest.mark.parametrize("task", ROWS)
-def test_six_question_sets_become_one_form(tmp_path, task):
-    row, expected = ROWS[task]
-    split = prepare.TASKS[task][2]
-    write_jsonl(tmp_path / "in" / task / f"{split}.jsonl", [row])
-    arguments = ["mcqa", "--local", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
-    assert script("data.py", *arguments)[0] == 0
-    found = json.loads((tmp_path / "out" / f"{task}.jsonl").read_text())
-    assert found == dict(expected, task=task)
-    assert json.loads((tmp_path / "out" / "meta.json").read_text())["tasks"][task]["questions"] == 1
-
-
-def test_both_forms_of_hellaswag_give_the_same_question():
-    row, expected = ROWS["hellaswag"]
-    choices = [choice[1:] for choice in expected["choices"]]
-    done = dict(ind=4, query=expected["context"], choices=choices, label=3)
-    assert prepare.question("hellaswag", done, 1) == prepare.question("hellaswag", row, 1)
-
-
-def test_boolq_rows_of_super_glue_are_read_as_well():
-    row = dict(question="is it", passage="It is.", idx=0, label=1)
-    assert prepare.question("boolq", row, 9) == dict(ROWS["boolq"][1], task="boolq", id="0")
-
-
-@pytest.mark.parametrize("task, change, message", [
-    ("hellaswag", dict(label=""), "no gold answer"),
-    ("hellaswag", dict(endings=["a", "b", "", "d"]), "an answer with no characters"),
-    ("hellaswag", dict(endings=None), "not a row of hellaswag"),
-    *(("piqa", dict(label=label), "no gold answer") for label in (-1, 2, None)),
-    ("arc_easy", dict(answerKey="9"), "no gold answer"),
-    ("boolq", dict(answer="maybe"), "no gold answer"),
-    ("winogrande", dict(answer=""), "no gold answer"),
-    ("winogrande", dict(sentence="no gap"), "not a row of winogrande"),
-    ("winogrande", dict(sentence="the end is _"), "an answer with no characters"),
-])
-def test_a_bad_question_is_named_by_file_and_line(tmp_path, task, change, message):
-    good = ROWS[task][0]
-    name = f"{prepare.TASKS[task][2]}.jsonl"
-    write_jsonl(tmp_path / "in" / task / name, [good, dict(good, **change)])
-    arguments = ["mcqa", "--local", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
-    status, _, error = script("data.py", *arguments)
-    assert status == 1 and f"{name}:2: {message}" in error
-    assert not (tmp_path / "out" / f"{task}.jsonl").exists()
-
-
-def test_question_sets_come_from_the_hub_as_parquet(tmp_path, monkeypatch):
-    pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-    path = tmp_path / "hub" / "ARC-Easy" / "test" / "0000.parquet"
-    path.parent.mkdir(parents=True)
-    row, expected = ROWS["arc_easy"]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
-    fake_hub(monkeypatch, tmp_path / "hub", [])
-    assert script("data.py", "mcqa", "--tasks", "arc_easy", "--out", tmp_path / "out")[0] == 0
-    found = json.loads((tmp_path / "out" / "arc_easy.jsonl").read_text())
-    assert found == dict(expected, task="arc_easy")
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["arc_easy.jsonl", "meta.json"]
+    n_bytes = sum(len(text.encode()) for text in TEXTS)
+    assert f"{n_bytes + 60:,} tokens" in printed and "60 documents" in printed
+    assert f"{n_bytes / (n_bytes + 60):.3f} bytes per token" in printed and "Document 0" in printed
 
 
 # ----------------------------------------------------------------------------------------------
@@ -293,9 +298,10 @@ class Killed(BaseException):
 
 def test_a_preparation_stopped_at_any_write_goes_on_to_identical_files(tmp_path, monkeypatch):
     """Killed at the n-th moment, for every n. The moments are before and after each write to disk."""
-    settings = dict(train=[write_jsonl(tmp_path / "in.jsonl.gz", documents(TEXTS[:40]))], val_fraction=0.2)
+    train = [write_jsonl(tmp_path / f"{i}.jsonl.gz", documents(TEXTS[i::3])) for i in range(3)]
+    settings = dict(train=train, val_fraction=0.2)
     monkeypatch.setattr(prepare, "BATCH_BYTES", 500)
-    monkeypatch.setattr(prepare, "SAVE_TOKENS", 400)
+    monkeypatch.setattr(prepare, "PART_BYTES", 1)                              # each file is a part of its own
     prepared(tmp_path / "whole", **settings)
 
     def killed_at(n, write, moments):
