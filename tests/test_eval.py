@@ -1,4 +1,4 @@
-"""Evaluation: likelihoods known exactly, the same number for every batch size and rank count, question sets."""
+"""Evaluation: likelihoods known exactly, the same number for every batch size and rank count, scores of answers."""
 import itertools
 import json
 import math
@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import (ARCHITECTURES, BLOCK_LENGTHS, QUESTION, all_models, block_models, both_times, eval_record,
-                      make_model, start_ranks, write_rows)
+from conftest import (ARCHITECTURES, BLOCK_MODELS, all_models, block_models, both_times, eval_record, make_model,
+                      start_ranks)
 from data import noise_generators
-from eval import nelbo_figures, ratio, score_answers, task_figures
+from decoders import Sampler
+from eval import nelbo_figures, ratio, score_pairs
 from nelbo import nelbo_sums, sequence_nelbo
+from sample import generate
 
 
 def one_rank(rank=0, world=1):
@@ -27,10 +29,6 @@ def sums_of(model, x, seed=0, mc=1, stratified=False, batch_size=500, rank=0, wo
 def figures_of(model, x, **settings):
     size = np.full(len(x), x.size(1))
     return nelbo_figures(sums_of(model, x, **settings), size, size)
-
-
-def scores_of(model, questions, rule="pll", seed=0, mc=1, budget=4096, rank=0, world=1):
-    return score_answers(model, questions, one_rank(rank, world), rule, seed, mc, budget)
 
 
 def mask_weights(m):
@@ -134,112 +132,94 @@ def test_a_ratio_of_sums_comes_with_its_standard_error():
 # ----------------------------------------------------------------------------------------------
 # Answers
 
-def make_questions(seed=6):
+def make_pairs(seed=6):
     """Contexts of 0 to 27 tokens before answers of 1 to 13 tokens, which lie in one to three blocks of 8."""
     g = torch.Generator().manual_seed(seed)
     draw = lambda n: torch.randint(0, 22, (n,), generator=g).tolist()
-    return [[(context, draw(m)) for m in lengths] for context, lengths in (
-        (draw(0), (1, 3)), (draw(3), (4, 4, 5)), (draw(8), (1, 1)), (draw(19), (1, 7, 13)), (draw(27), (2, 5)))]
+    return [(draw(n), draw(m)) for n, m in ((0, 3), (3, 4), (3, 5), (8, 1), (19, 7), (19, 13), (27, 5))]
 
 
 @torch.no_grad()
-def pll_without_cache(model, context, answer):
-    """The definition: each answer token is masked alone, in the text up to the end of its block."""
-    c, n, whole, total = model.config, len(context), [*context, *answer], 0.0
-    l = len(whole) if c.full_sequence else c.block_len
-    for i in range(n, len(whole)):
-        end = i // l * l + l
-        x = torch.tensor([(whole + [c.mask_id] * l)[:end]])
-        x[0, i] = c.mask_id
-        t = (x.view(-1, l) == c.mask_id).double().mean(1)[None]
-        total -= float(model.all_block_logits(x, x, t)[0, i].log_softmax(-1)[whole[i]])
-    return total
+def log_p(model, tokens, masked):
+    """log p (positions, v) at the masked positions of one block, from the model without a cache: the text goes up to
+    the end of that block, and what follows the tokens there is masked."""
+    c = model.config
+    l = len(tokens) if c.full_sequence else c.block_len
+    x = torch.tensor([(tokens + [c.mask_id] * l)[:masked[0] // l * l + l]])
+    x[0, masked] = c.mask_id
+    t = (x.view(-1, l) == c.mask_id).float().mean(1)[None]
+    return model.all_block_logits(x, x, t)[0, masked].log_softmax(-1)
+
+
+def decoded(model, context, m):
+    """The definition of greedy decoding: m tokens after the context, block by block, the most confident token first."""
+    c, tokens = model.config, [*context, *[0] * m]
+    l = len(tokens) if c.full_sequence else c.block_len
+    masked = list(range(len(context), len(tokens)))
+    while masked:
+        here = [i for i in masked if i // l == masked[0] // l]
+        value, token = log_p(model, tokens, here).max(-1)
+        best = int(value.argmax())
+        tokens[here[best]] = int(token[best])
+        masked.remove(here[best])
+    return tokens[len(context):]
 
 
 @all_models
 @both_times
-def test_scoring_from_the_cache_equals_scoring_without_it(name, time_conditioning):
-    model = make_model(name, time_conditioning=time_conditioning)
-    questions = make_questions()
-    cost = scores_of(model, questions)
-    for row, choices in zip(cost, questions):
-        exact = [pll_without_cache(model, *choice) for choice in choices]
-        np.testing.assert_allclose(row[:len(choices)], exact, rtol=1e-9)
-        assert not row[len(choices):].any()
+def test_a_score_is_the_sum_of_the_log_p_of_tokens_masked_alone(name, time_conditioning):
+    model, pairs = make_model(name, time_conditioning=time_conditioning), make_pairs()
+    exact = [sum(float(log_p(model, [*context, *answer], [len(context) + i])[0, token])
+                 for i, token in enumerate(answer)) for context, answer in pairs]
+    whole = score_pairs(model, pairs, 4096, one_rank())
+    np.testing.assert_allclose(whole[0], exact, rtol=1e-6)
+    np.testing.assert_allclose(score_pairs(model, pairs, 1, one_rank()), whole)
+    np.testing.assert_allclose(sum(score_pairs(model, pairs, 50, one_rank(r, 2)) for r in (0, 1)), whole)
+
+
+@block_models
+def test_with_blocks_of_one_token_a_score_is_the_exact_likelihood(name):
+    model = make_model(name, block_len=1)
+    x = torch.randint(0, 22, (18,), generator=torch.Generator().manual_seed(7))
+    score, _ = score_pairs(model, [(x[:14].tolist(), x[14:].tolist())], 4096, one_rank())
+    assert -score == pytest.approx(exact_bound(model, x, known=14))
 
 
 @all_models
-@pytest.mark.parametrize("rule", ["pll", "nelbo"])
-def test_scores_do_not_depend_on_batches_or_ranks_and_equal_choices_get_equal_noise(name, rule):
-    model, questions = make_model(name), make_questions()
-    questions[0] = [questions[0][1]] * 2
-    whole = scores_of(model, questions, rule, mc=3)     # question 0 has two equal choices
-    np.testing.assert_allclose(scores_of(model, questions, rule, mc=3, budget=1), whole)
-    np.testing.assert_allclose(sum(scores_of(model, questions, rule, mc=3, rank=r, world=2) for r in (0, 1)),
-                               whole)
-    assert whole[0, 0] == pytest.approx(whole[0, 1]) and whole[0, 0] != 0
+@both_times
+def test_an_answer_is_greedy_if_and_only_if_decoding_gives_it(name, time_conditioning):
+    model = make_model(name, time_conditioning=time_conditioning)
+    # Without a context, all positions of an attention model are equally confident up to rounding.
+    pairs = [(context, decoded(model, context, len(answer))) for context, answer in make_pairs() if context]
+    changed = [(context, [*answer[:i], (answer[i] + 1) % 22, *answer[i + 1:]])
+               for context, answer in pairs for i in range(len(answer))]
+    greedy = score_pairs(model, pairs + changed, 4096, one_rank())[1]
+    assert greedy.tolist() == [1.0] * len(pairs) + [0.0] * len(changed)
 
 
-@pytest.mark.parametrize("name, block_len", BLOCK_LENGTHS)
-def test_the_nelbo_of_an_answer_agrees_with_its_exact_bound(name, block_len):
-    """An answer of 4 tokens, two of them in a second block of 8. With blocks of one token both scores are exact."""
-    model = make_model(name, block_len=block_len)
-    x = torch.randint(0, 22, (18,), generator=torch.Generator().manual_seed(7))
-    question, exact = [(x[:14].tolist(), x[14:].tolist())], exact_bound(model, x, known=14)
-    nats = scores_of(model, [question] * 300, "nelbo", mc=2)[:, 0]
-    value, se = ratio(nats, np.ones(300))
-    assert abs(value - exact) < 3 * se < 0.15 * value
-    if block_len == 1:
-        assert scores_of(model, [question]) == pytest.approx(exact)
-
-
-# ----------------------------------------------------------------------------------------------
-# Question sets
-
-def make_question(lengths, gold):
-    """A question whose choices are random tokens, of these lengths."""
-    return dict(pairs=[([7], torch.randint(0, 22, (n,)).tolist()) for n in lengths], cut=0, gold=gold)
-
-
-def test_accuracies_and_baselines_of_questions_with_a_tie():
-    questions = [make_question(*q) for q in (((2, 4), 1), ((3, 3, 3), 0), ((2, 2), 1), ((2, 2), 1))]
-    cost = np.array([[2., 3., 0], [1., 2., 3.], [1., 1 + 1e-9, 0], [4.0004, 4., 0]])     # only the third ties
-    f = task_figures(questions, cost)
-    assert f["acc"] == 100 * (0 + 1 + 0.5 + 1) / 4
-    assert f["acc_per_token"] == 100 * (1 + 1 + 0.5 + 1) / 4                   # 3 nats / 4 beat 2 / 2
-    assert f["chance"] == pytest.approx(100 * (0.5 + 1 / 3 + 0.5 + 0.5) / 4)
-    assert f["majority"] == 75
-    assert f["uniform"] == pytest.approx(100 * (0 + 1 / 3 + 0.5 + 0.5) / 4)
-    assert f["acc_se"] == pytest.approx(100 * np.std([0, 1, 0.5, 1], ddof=1) / 2)
-
-
-def test_a_uniform_model_scores_chance_per_token_and_its_baseline_in_sums():
-    """Questions of 2 to 5 choices. Their lengths are 2 to 7 tokens, then 2, where the baseline is chance as well."""
-    g, model = np.random.default_rng(0), make_model("mamba_h", torch.float32)
-    torch.nn.init.zeros_(model.head.weight)
-    for longest in (7, 2):
-        questions = [make_question(g.integers(2, longest + 1, n), g.integers(n)) for n in g.integers(2, 6, 200)]
-        f = task_figures(questions, scores_of(model, [q["pairs"] for q in questions]))
-        assert f["acc_per_token"] == pytest.approx(f["chance"])
-        assert f["acc"] == pytest.approx(f["uniform"])
-    assert f["acc"] == pytest.approx(f["chance"])
+@all_models
+def test_what_sample_py_decodes_at_temperature_0_is_greedy(name):
+    """Where the answer ends with a block. Elsewhere sample.py also decodes what follows it in its block."""
+    model = make_model(name)
+    for n, m in ((3, 5), (3, 13), (8, 8)) if name in BLOCK_MODELS else ((3, 4), (8, 6)):
+        context = torch.arange(n)
+        sampler = Sampler([0], "confidence", 1, temperature=0, mask_id=model.config.mask_id)
+        answer = generate(model, [context], m, sampler).tokens[0][n:]
+        assert score_pairs(model, [(context.tolist(), answer.tolist())], 4096, one_rank())[1] == 1
 
 
 # ----------------------------------------------------------------------------------------------
 # The script
 
 def test_batch_1_batch_8_and_two_processes_give_the_same_figures_to_1e_5(corpus, saved, tmp_path):
-    write_rows(tmp_path / "piqa.jsonl", [dict(QUESTION, context="x" * n, choices=[" b" * (n % 3 + 1), " cd"])
-                                         for n in range(1, 20)])
-    argv = [f"--checkpoint={saved[0]}", f"--data={corpus}", f"--mcqa={tmp_path}", "--sequences=20"]
+    argv = [f"--checkpoint={saved[0]}", f"--data={corpus}", "--sequences=20"]
     processes = start_ranks(tmp_path, 2, "eval.py", "--device=cpu", *argv)
     records = [eval_record(*argv, f"--batch_size={size}") for size in (1, 8)]
     for status, _, error in [process.end() for process in processes]:
         assert status == 0, error
     records.append(json.loads(processes[0].printed()[0].splitlines()[-1]))
-    assert [record["ranks"] for record in records] == [1, 1, 2]
-    for parts in zip(*((r["text"][corpus], r["mcqa"]["piqa"]) for record in records for r in record["results"])):
-        first, *others = ({name: x for name, x in figures.items() if isinstance(x, float) and name not in (
-            "seconds", "tok_per_s")} for figures in parts)
-        assert len(first) > 7 and all(other == pytest.approx(first, rel=1e-5) for other in others)
-    assert 0 < records[0]["results"][0]["mcqa"]["piqa"]["acc"] < 100, "a constant answer would be the same everywhere"
+    assert not processes[1].printed()[0], "rank 0 prints for all"
+    assert [record["hardware"]["ranks"] for record in records] == [1, 1, 2]
+    first, *others = ({name: x for name, x in record["results"][0]["text"][corpus].items() if isinstance(x, float)}
+                      for record in records)
+    assert len(first) > 7 and all(other == pytest.approx(first, rel=1e-5) for other in others)

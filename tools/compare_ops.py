@@ -1,24 +1,32 @@
 """
-The comparisons of `python bench.py ops`: each heavy operation beside the libraries that a user would otherwise pick, at
-the sizes of 350M training or of 700M generation. Each generator below makes the tensors of one operation and yields its
-comparisons. bench.py times them and computes how close they come to the hardware's limit.
+Compares each heavy operation with the libraries that a user would otherwise pick, at the sizes of 350M training or of
+700M generation, and with the limit of the hardware: the time of its products at the measured speed of a large product,
+or of its bytes at that of a copy, whichever is longer. `python bench.py ops` runs it.
 
     python bench.py ops                         all operations
-    python bench.py ops --only=scan             one operation
+    python bench.py ops --only=scan,mixer       some of them
+
+Each generator below makes the tensors of one operation and yields its comparisons, which `op_row` times. On a CPU the
+tensors are small.
 """
-import contextlib
 import copy
 import functools
+import json
+import math
+import time
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
+import bench
 import ops
-from configurator import UserError
-from model import BlockDiffusionLM, ModelConfig, config_from_file
-from parallel import ShardedAdamW, select_kernels
+from checkpoint import check_out, write_file
+from configurator import check, configure
+from model import BlockDiffusionLM, Mamba2, ModelConfig
+from paper import config_from_file
+from parallel import Parallel, ShardedAdamW, hardware, pick_dtype, select_kernels
 
 
 def compared(op, ours, others, flops, nbytes, count=1, graph=True):
@@ -61,13 +69,11 @@ def both_passes(name, ours, others, flops):
         yield compared(f"{name}, {what}", wrap(*ours), rivals, *work)
 
 
-def library(load):
+def optional(load):
     """What load() returns, or a text that says why it failed. A library built for another torch can raise anything."""
     try:
         return load()
     except Exception as error:
-        if isinstance(error, UserError):                # says itself what is missing
-            return str(error).partition(";")[0]
         return "not installed" if isinstance(error, ImportError) else f"broken: {error!r:.60}"
 
 
@@ -79,17 +85,16 @@ def scan_rows(factory, big, compiled):
     """The two scans of training: a clean stream, which returns the state of every block, and noisy blocks, each a row
     that starts from its state. mamba-ssm returns only the last state, so it does less work on the clean stream."""
     def load():
-        with ops.plain():                               # makes the package importable without its CUDA extension
-            select_kernels("mamba_ssm", factory["device"])
-        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-        return lambda x, dt, A, B, C, D, state, *_: mamba_chunk_scan_combined(
+        from fast.mamba_ssm import library              # imports the package also without its CUDA extension
+        *_, chunk_scan = library()
+        return lambda x, dt, A, B, C, D, state, *_: chunk_scan(
             x, dt, A, B[:, :, None], C[:, :, None], 256, D=D, initial_states=state)
     b, s, h, p, n, l = (8, 8192, 26, 64, 128, 256) if big else (1, 256, 2, 16, 16, 64)
     scan = torch.compile(ops.ssd_scan, dynamic=False) if compiled else ops.ssd_scan
     def plain(*inputs):
         with ops.plain():
             return scan(*inputs)
-    mamba_ssm = library(load)
+    mamba_ssm = optional(load)
     for form, rows, m in (("clean stream", b, s - l), ("noisy rows", b * s // l, l)):
         x, B, C = (torch.randn(rows, m, *w, **factory) for w in ((h, p), (n,), (n,)))
         dt = 0.1 * torch.rand(rows, m, h, device=factory["device"]) + 0.001
@@ -100,17 +105,6 @@ def scan_rows(factory, big, compiled):
         yield from both_passes(f"scan, {form}", (scan, inputs), {
             "mamba-ssm": mamba_ssm if isinstance(mamba_ssm, str) else (mamba_ssm, inputs),
             "torch.compile of plain" if big else "plain torch": (plain, inputs)}, flops)
-
-
-@contextlib.contextmanager
-def as_written(name):
-    """Inside, the operation of this name is the plain function; the operations that it calls stay fast."""
-    fast = ops.FAST.pop(name, None)
-    try:
-        yield
-    finally:
-        if fast is not None:
-            ops.FAST[name] = fast
 
 
 def mixer_rows(factory, big, compiled):
@@ -127,17 +121,17 @@ def mixer_rows(factory, big, compiled):
         x.requires_grad_()
     inputs = (u, conv, ssm, *mixer.parameters())
 
-    def timed_under(context):
-        f = torch.compile(mixer.forward, dynamic=False) if compiled else mixer.forward
+    def both_passes_of(forward):
+        f = torch.compile(forward, dynamic=False) if compiled else forward
         def step():
-            with context(), torch.autocast(factory["device"].type, torch.bfloat16, enabled=big):
-                y, _, _ = f(u, conv, ssm, want_states=False)
+            with torch.autocast(factory["device"].type, torch.bfloat16, enabled=big):
+                y, _, _ = f(mixer, u, conv, ssm, want_states=False)
                 torch.autograd.grad(y, inputs, d_y)
         return step
     flops = 3 * rows * l * (2 * d * (2 * di + 2 * n + h) + 2 * 64 * n + 2 * 64 * di + 4 * n * di + 2 * di * d)
     nbytes = 3 * sum(v.nbytes for v in inputs) + 2 * d_y.nbytes
-    yield compared("Mamba mixer, forward + backward", timed_under(contextlib.nullcontext),
-                   {"Mamba2.forward, compiled": timed_under(lambda: as_written("Mamba2.forward"))}, flops, nbytes)
+    yield compared("Mamba mixer, forward + backward", both_passes_of(Mamba2.forward),
+                   {"Mamba2.forward, compiled": both_passes_of(Mamba2.forward.plain)}, flops, nbytes)
 
 
 def sdpa(big, **options):
@@ -162,7 +156,7 @@ def flash_attention_4(block_mask=None, **options):
             options["block_sparse_tensors_bwd"] = Blocks(
                 m.q_num_blocks, m.q_indices, m.full_q_num_blocks, m.full_q_indices, block_size=size)
         return lambda *qkv: flash_attn_func(*(x.transpose(1, 2) for x in qkv), **options)[0].transpose(1, 2)
-    return library(load)
+    return optional(load)
 
 
 def attention_rows(factory, big, compiled):
@@ -224,7 +218,7 @@ def cross_entropy_rows(factory, big, compiled):
     def with_gradients(f):
         return with_backward(lambda x, w: f(x, w, target, weight), (hidden, head))
     yield compared("linear cross-entropy, forward + backward", with_gradients(ops.linear_cross_entropy), {
-        "F.cross_entropy on all logits": with_gradients(ops.linear_cross_entropy_ref), "Liger": library(load)},
+        "F.cross_entropy on all logits": with_gradients(ops.linear_cross_entropy_ref), "Liger": optional(load)},
         6 * m * d * (v - 1), 3 * (hidden.nbytes + head.nbytes), graph=False)
 
 
@@ -246,6 +240,90 @@ def adamw_rows(factory, big, compiled):
     yield compared("AdamW step", our_step, others, 0, nbytes, graph=False)
 
 
-COMPARISONS = dict(scan=scan_rows, mixer=mixer_rows, attention=attention_rows,
-                  cross_entropy=cross_entropy_rows, block_attention=block_attention_rows,
-                  adamw=adamw_rows)
+COMPARISONS = dict(scan=scan_rows, mixer=mixer_rows, attention=attention_rows, cross_entropy=cross_entropy_rows,
+                   block_attention=block_attention_rows, adamw=adamw_rows)
+
+
+# ----------------------------------------------------------------------------------------------
+# Measuring
+
+def measured_ceilings(dev):
+    """The limits of the hardware, measured: FLOP/s of a product of two square matrices of random numbers (bf16 if the
+    GPU has it), and bytes/s of a copy, read plus written."""
+    on_gpu = dev.type == "cuda"
+    source, target = torch.zeros(2, 2 ** (28 if on_gpu else 22), device=dev)
+    seconds, _, _ = bench.measure(lambda: target.copy_(source), dev, bench.warmup, bench.iterations, in_a_row=10)
+    return bench.matmul_ceiling(dev, 8192 if on_gpu else 512, pick_dtype("auto", dev)), 2 * source.nbytes / seconds
+
+
+def op_row(dev, ceilings, op, ours, others, flops, nbytes, count=1, graph=True):
+    """The row of one comparison, see `compared`. of_limit: the share of the hardware's limit that we reach."""
+    row = dict(op=op, flops=flops, bytes=nbytes, **timed(ours, dev, count, graph), others={})
+    row["limit_ms"] = 1000 * max(flops / ceilings[0], nbytes / ceilings[1])
+    row["of_limit"] = row["limit_ms"] / row.get("ms", math.inf)
+    for name, f in others.items():
+        row["others"][name] = timed(f, dev, count, graph)
+    return row
+
+
+def timed(f, dev, count, graph):
+    """Fields for a row: the milliseconds of f, which runs an operation `count` times, and the memory that it needs on
+    top. As a CUDA graph, the time excludes that of the host. If f is text, it says why it cannot run."""
+    if isinstance(f, str):
+        return dict(error=f)
+    bench.release()
+    try:
+        before = torch.cuda.memory_allocated()
+        run = captured(f) if dev.type == "cuda" and graph else f
+        median, spread, _ = bench.measure(run, dev, bench.warmup, bench.iterations)
+    except Exception as error:                          # a library may fail in any way: the row says so
+        return dict(error=f"failed: {type(error).__name__}: {str(error)[:80]!r}")
+    return dict(ms=1000 * median / count, spread=spread,
+                extra_gib=(torch.cuda.max_memory_allocated() - before) / 2 ** 30)
+
+
+def captured(step):
+    """Records step() as a CUDA graph and returns the function that replays it."""
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):                       # compiles and tunes
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    # A recording that fails leaves its own stream as the current one; the outer context restores ours.
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def show(row):
+    """Prints a row: ours with its limit, then the others."""
+    ours = row.get("error") or f"{row['ms']:.3f} ms +-{50 * row['spread']:.1f} %, {row['of_limit']:.0%} of its limit"
+    print(f"{row['op']:<41} {ours}", flush=True)
+    for name, other in row["others"].items():
+        theirs = other.get("error") or f"{other['ms']:.3f} ms, {other['ms'] / row.get('ms', math.inf):.2f}x ours"
+        print(f"{'':<15}{name:<26} {theirs}", flush=True)
+
+
+def main(words):
+    """words: ops, then settings of bench.py, of which `only` names operations."""
+    configure(vars(bench), words[1:])
+    check(vars(bench), least=dict(iterations=1, warmup=0))
+    for name in bench.only:
+        check(dict(only=name), choices=dict(only=[*COMPARISONS]))
+    check_out("out", bench.out, ".json")
+    dev, rows = Parallel(bench.device).device, []
+    line, factory = select_kernels(bench.kernels, dev), dict(device=dev, dtype=pick_dtype("auto", dev))
+    on_gpu, ceilings = dev.type == "cuda", measured_ceilings(dev)
+    print(f"{hardware(dev)['name']} | {line} | a large product {ceilings[0] / 1e12:.1f} TFLOP/s, a copy "
+          f"{ceilings[1] / 1e12:.2f} TB/s", flush=True)
+    for name in bench.only or COMPARISONS:
+        torch.manual_seed(0)
+        for comparison in COMPARISONS[name](factory, on_gpu, on_gpu and bench.compile):
+            rows.append(op_row(dev, ceilings, **comparison))
+            show(rows[-1])
+    record = json.dumps(dict(bench="ops", when=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), rows=rows,
+                             matmul_tflops=ceilings[0] / 1e12, copy_tb_s=ceilings[1] / 1e12, hardware=hardware(dev),
+                             kernels=line))
+    print(record, flush=True)
+    write_file(bench.out, record + "\n")

@@ -1,27 +1,26 @@
 """
-Profiles one training step, one denoising step or the generation of one block: the time of its kernels, by kind and by
-name, beside the time that it takes without the profiler.
+Profiles one training step or one denoising step: the time of its kernels, by kind and by name, beside the time that it
+takes without the profiler.
 
     python -m tools.profile_step --configs=mamba_h_350m,bdlm_attention_350m     # training steps
     python -m tools.profile_step --sampling=true --configs=mamba_h_700m         # denoising steps
-    python -m tools.profile_step --sampling=true --whole_block=true --batch=32 --configs=mamba_h_700m
 """
 import json
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench import training_step
-from configurator import UserError, check, check_names, configure, script
+from bench import measure, training_step
+from checkpoint import check_out, write_file
+from configurator import check, configure, script
 from decoders import Sampler
-from files import check_file, write_file
-from model import BlockDiffusionLM, config_from_file
+from model import BlockDiffusionLM
+from paper import config_from_file
 from parallel import hardware, pick_device, pick_dtype, select_kernels
-from sample import now, open_engine
+from sample import open_engine
 
 configs = []                            # names of files in config/; []: mamba_h_350m on a GPU, laptop on a CPU
 sampling = False                        # True: profile a denoising step with an empty prefix; False: a training step
-whole_block = False                     # with sampling: all steps of a block, and the commit of the block before it
 batch = 1                               # with sampling: samples side by side
 micro_batch_size = 8                    # sequences of a training step
 top = 20                                # kernels to print by name
@@ -39,32 +38,18 @@ def kind_of(name):
     return next((kind for kind, words in KINDS.items() if any(w in name for w in words)), "other")
 
 
-@torch.no_grad()
 def denoising_step(config, dev):
+    """A function that makes one denoising step of a new model."""
     model = BlockDiffusionLM(config).to(dev)
     torch.nn.init.normal_(model.head.weight, std=0.02)
     model, new_engine = open_engine("auto", model, pick_dtype("auto", dev))
-    l = config.block_len
-    cache = model.new_cache(batch, 8 * l, l)
-    engine = new_engine(model, cache, Sampler(list(range(batch)), mask_id=config.mask_id), l)
-    masks = torch.full((batch, l), config.mask_id, device=dev)
+    cache = model.new_cache(batch, 0 if config.full_sequence else 8 * config.block_len, config.block_len)
+    engine = new_engine(model, cache, Sampler(list(range(batch)), mask_id=config.mask_id), config.block_len)
 
     def step():
         engine.block.rewind()
         engine.step()
-
-    def block():
-        cache.lengths.zero_()
-        engine.commit(masks)
-        engine.decode(masks, [l])
-    return block if whole_block else step
-
-
-def seconds_of(step, dev):
-    """Seconds that step() takes until the device has finished it."""
-    started = now(dev)
-    step()
-    return now(dev) - started
+    return step
 
 
 def kernels_of(step, dev):
@@ -81,31 +66,24 @@ def kernels_of(step, dev):
 
 def main():
     check(globals(), least=dict(micro_batch_size=1, batch=1, top=0))
-    check_names(globals(), "configs")
-    check_file("out", out)
+    check_out("out", out, ".json")
     dev, found = torch.device(pick_device("auto")), {}
     names = configs or ["mamba_h_350m" if dev.type == "cuda" else "laptop"]
-    every = [config_from_file(name) for name in names]      # read all first: a wrong name fails before any profile
-    for name, config in zip(names, every):
-        if sampling and whole_block and config.full_sequence:
-            raise UserError(f"whole_block needs a block model; leave out {name}")
     print(f"{', '.join(names)} on {dev} | {select_kernels('auto', dev)}", flush=True)
-    for name, config in zip(names, every):
-        torch.compiler.reset()
-        step = denoising_step(config, dev) if sampling else training_step(config, micro_batch_size, dev)
+    for name in names:
+        config, kinds = config_from_file(name), {}
         with torch.set_grad_enabled(not sampling):
-            for _ in range(3):                          # the first ones compile and warm up
-                step()
-            wall = 1000 * seconds_of(step, dev)
+            step = denoising_step(config, dev) if sampling else training_step(config, micro_batch_size, dev)
+            wall, _, _ = measure(step, dev, warmup=2, iterations=1)            # compiles first
             kernels = kernels_of(step, dev)
-        total, kinds = sum(k[2] for k in kernels), {}
-        for key, calls, ms in kernels:
+        total = sum(ms for _, _, ms in kernels)
+        for key, _, ms in kernels:
             kinds[kind_of(key)] = kinds.get(kind_of(key), 0) + ms
-        print(f"{name}: {wall:.2f} ms, {total:.2f} of them in {sum(k[1] for k in kernels)} kernels; " + ", ".join(
-            f"{kind} {100 * ms / total:.0f} %" for kind, ms in sorted(kinds.items(), key=lambda k: -k[1])))
+        shares = ", ".join(f"{kind} {ms / total:.0%}" for kind, ms in sorted(kinds.items(), key=lambda k: -k[1]))
+        print(f"{name}: {1000 * wall:.2f} ms, {total:.2f} of them in {sum(k[1] for k in kernels)} kernels; {shares}")
         for key, calls, ms in kernels[:top]:
             print(f"  {ms:9.3f} ms {calls:6d}  {key}")
-        found[name] = dict(wall_ms=wall, ms=total, kinds=kinds, kernels=kernels)
+        found[name] = dict(wall_ms=1000 * wall, ms=total, kinds=kinds, kernels=kernels)
         write_file(out, json.dumps(dict(sampling=sampling, hardware=hardware(dev), models=found), indent=1))
 
 

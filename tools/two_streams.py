@@ -5,14 +5,14 @@ boundary state each noisy block starts from in Mamba layers.
     python -m tools.two_streams
     python -m tools.two_streams --out=mine.png
 """
-
 import torch
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import ops
-from configurator import UserError, configure, script
-from files import check_picture
+from checkpoint import check_out
+from configurator import configure, script
 
 out = "assets/two_streams.png"          # the picture
 
@@ -23,14 +23,11 @@ K, L = 4, 4                             # blocks of a sequence, tokens of a bloc
 def draw_mask(ax):
     n_clean = (K - 1) * L
     at = torch.arange(n_clean + K * L)
-    mask = ops.two_stream_rule(at[:, None], at, L, n_clean)
-    for q in range(len(at)):
-        for kv in range(len(at)):
-            if mask[q, kv]:
-                ax.add_patch(Rectangle((kv, q), 1, 1, lw=0.3, ec="white", fc=CLEAN if kv < n_clean else NOISY))
-    for i in range(0, len(at) + 1, L):
-        ax.axhline(i, color="0.8", lw=0.6, zorder=0)
-        ax.axvline(i, color="0.8", lw=0.6, zorder=0)
+    sees = ops.two_stream_rule(at[:, None], at, L, n_clean).int() * (1 + (at >= n_clean).int())       # 1 clean, 2 noisy
+    ax.pcolormesh(sees.numpy(), cmap=ListedColormap(["white", CLEAN, NOISY]), edgecolors="white", lw=0.3)
+    lines = range(0, len(at) + 1, L)
+    ax.hlines(lines, 0, len(at), color="0.8", lw=0.6)
+    ax.vlines(lines, 0, len(at), color="0.8", lw=0.6)
     names = [f"clean {i}" for i in range(1, K)] + [f"noisy {i}" for i in range(1, K + 1)]
     ticks = [L * i + L / 2 for i in range(len(names))]
     ax.set(xlim=(0, len(at)), ylim=(len(at), 0), aspect="equal", xlabel="keys", ylabel="queries")
@@ -45,8 +42,8 @@ def draw_states(ax):
         ax.add_patch(Rectangle((x, y), 1.5, 0.8, fc=color, ec="none", alpha=0.85))
         ax.text(x + 0.75, y + 0.4, text, ha="center", va="center", color="white", fontsize=9)
 
-    def arrow(start, end, color, **style):
-        ax.annotate("", end, start, arrowprops=dict(arrowstyle="-|>", color=color, lw=1.3, **style))
+    def arrow(start, end, color):
+        ax.annotate("", end, start, arrowprops=dict(arrowstyle="-|>", color=color, lw=1.3))
 
     for i in range(K):
         x = 2.5 * i
@@ -68,14 +65,11 @@ def draw_states(ax):
 
 
 def main():
-    if not out:
-        raise UserError("out is empty; name a picture, such as --out=assets/two_streams.png")
-    check_picture("out", out)
-    fig = Figure(figsize=(11, 4.4))
+    check_out("out", out, ".png", ".pdf", ".svg")
+    fig = Figure(figsize=(11, 4.4), layout="tight")
     left, right = fig.subplots(1, 2, width_ratios=[1, 1.35])
     draw_mask(left)
     draw_states(right)
-    fig.tight_layout()
     fig.savefig(out, dpi=130)
 
 

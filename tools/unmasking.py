@@ -13,12 +13,12 @@ from xml.sax.saxutils import escape
 
 import torch
 
-import eval as evaluation
-import sample
-from configurator import UserError, check, configure, script
+from checkpoint import check_out, write_file
+from configurator import check, configure, script
 from decoders import Sampler, usual_tokens_per_step
-from files import check_file, load_json, misfit, read_record, write_file
+from paper import kind_of
 from parallel import pick_device, pick_dtype, select_kernels
+from sample import generate, open_checkpoint, open_engine
 
 # ----------------------------------------------------------------------------------------------
 # Settings
@@ -28,8 +28,6 @@ prompt_file = ""                        # or a text file to continue
 length = 0                              # new tokens; 0: the rest of the block and one more, or of the window
 decoder = "random"                      # see sample.py
 tokens_per_step = 0                     # revealed per denoising step; 0: as in sample.py
-threshold = 0.9                         # of decoder=threshold
-temperature = 1.0
 seed = 1337                             # of all draws
 shown = 400                             # characters of the prompt to draw, the last ones
 columns = 88                            # characters per line
@@ -37,41 +35,36 @@ seconds = 8.0                           # from the first step to the last; the f
 out = "out/unmasking.svg"               # the picture
 trace = ""                              # a .json trace: only draw it
 device = "auto"                         # auto, cpu or cuda
-dtype = "auto"                          # auto: bfloat16 if the GPU has it, else float32
 
 WIDE, HIGH, MARGIN = 7.8, 17, 12        # width of a character, height of a line, margin: in SVG units
-TRACE = {"prompt": str, "tokens": [str], "steps": lambda steps: steps and not misfit(steps, [range(2 ** 31)])}
 
 
 def record():
     """Generates. Returns a dict: `prompt`, `tokens` (the texts of the new tokens), `steps` (the step that revealed
     each), and the settings."""
-    text = sample.read_text(prompt, prompt_file)
+    text = open(prompt_file, encoding="utf-8-sig").read() if prompt_file else prompt
     dev = torch.device(pick_device(device))
-    select_kernels("auto", dev)
-    model, tokenizer, about = evaluation.open_checkpoint(checkpoint, dev)
-    config, ids = model.config, tokenizer.encode_ordinary(text) or [tokenizer.eot_token]
-    full = config.full_sequence
-    l = config.seq_len if full else config.block_len
-    count = length or (1 if full else 2) * l - len(ids) % l     # a block model: at least one whole block
-    sampler = Sampler([seed], decoder, tokens_per_step or usual_tokens_per_step(config, count), threshold,
-                      temperature, mask_id=config.mask_id)
-    model, new_engine = sample.open_engine("auto", model, pick_dtype(dtype, dev))
+    select_kernels("auto", dev, training=False)
+    model, tokenizer, *_ = open_checkpoint(checkpoint, dev)
+    c, ids = model.config, tokenizer.encode_ordinary(text) or [tokenizer.eot_token]
+    l = c.seq_len if c.full_sequence else c.block_len
+    count = length or (1 if c.full_sequence else 2) * l - len(ids) % l         # a block model: at least one whole block
+    sampler = Sampler([seed], decoder, tokens_per_step or usual_tokens_per_step(c, count), mask_id=c.mask_id)
+    model, new_engine = open_engine("auto", model, pick_dtype("auto", dev))
     masks = []                                          # after every step: which positions of the block are masked
-    done = sample.generate(model, [torch.tensor(ids)], count, sampler, new_engine,
-                           on_step=lambda xt: masks.append((xt[0] == config.mask_id).cpu()))
-    steps, start, before = {}, 0 if full else len(ids) // l * l, None
+    done = generate(model, [torch.tensor(ids)], count, sampler, new_engine,
+                    on_step=lambda xt: masks.append((xt[0] == c.mask_id).cpu()))
+    steps, begin, before = {}, 0 if c.full_sequence else len(ids) // l * l, None
     for step, masked in enumerate(masks):
-        if before is None or not before.any():          # a new block begins
-            start += 0 if before is None else len(before)
-            before = start + torch.arange(len(masked)) >= len(ids)
-        for place in (before & ~masked).nonzero().flatten().tolist():
-            steps[start + place] = step
+        if before is None or not before.any():          # a new block begins: all that is not prompt is masked
+            begin += 0 if before is None else len(before)
+            before = begin + torch.arange(len(masked)) >= len(ids)
+        steps |= {begin + i: step for i in (before & ~masked).nonzero().flatten().tolist()}
         before = masked
     new = done.tokens[0].tolist()[len(ids):]
     return dict(prompt=text, tokens=[tokenizer.decode([token]) for token in new],
-                steps=[steps[len(ids) + i] for i in range(len(new))], model=about["model"], decoder=decoder, seed=seed,
-                tokens_per_step=sampler.tokens_per_step)
+                steps=[steps[len(ids) + i] for i in range(len(new))], model=kind_of(c.hybrid, c.full_sequence),
+                decoder=decoder, seed=seed, tokens_per_step=sampler.tokens_per_step)
 
 
 def placed(pieces):
@@ -121,18 +114,14 @@ def svg(found):
 
 
 def main():
-    check(globals(), least=dict(length=0, tokens_per_step=0, shown=0, columns=20, seed=0), above=dict(seconds=0),
-          choices=dict(dtype=("auto", "float32", "bfloat16")))
-    check_file("out", out, rb"<svg", [prompt_file, trace])
-    if not out.endswith(".svg"):
-        raise UserError(f"out must end in .svg, but is {out}")
+    check(globals(), least=dict(length=0, tokens_per_step=0, shown=0, columns=20, seed=0), above=dict(seconds=0))
+    check_out("out", out, ".svg")
     if trace:
-        found = read_record(trace, load_json, TRACE, "a trace of unmasking.py", "name another")
+        with open(trace) as f:
+            found = json.load(f)
     else:
-        beside = out.removesuffix(".svg") + ".json"
-        check_file("the trace", beside, rb'\{\s*"(what|prompt)"', [prompt_file])
         found = record()
-        write_file(beside, json.dumps(found, indent=1))
+        write_file(out.removesuffix(".svg") + ".json", json.dumps(found, indent=1))
     write_file(out, svg(found))
     print(f"wrote {out}: {len(found['tokens'])} tokens in {max(found['steps']) + 1} steps")
 

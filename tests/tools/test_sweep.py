@@ -5,18 +5,16 @@ import io
 import json
 import os
 import signal
-import sys
 import threading
 import time
 import types
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
+from checkpoint import lock
 from configurator import UserError, configure, settings_of
 from conftest import ROOT, TINY, Child, as_config, read_log, signals_put_back
-from files import locked
 from tools import sweep
 
 
@@ -71,7 +69,7 @@ def swept(config, tmp_path_factory):
     out, before = str(tmp_path_factory.mktemp("sweep") / "out"), settings_of(vars(sweep))
     errors, table = io.StringIO(), io.StringIO()
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(table):
-        with pytest.raises(SystemExit) as stopped:
+        with pytest.raises(UserError) as stopped:
             grid(config, out)
     vars(sweep).update(before)
     return types.SimpleNamespace(folder=out, errors=errors.getvalue(), table=table.getvalue(), end=str(stopped.value))
@@ -81,69 +79,52 @@ def test_the_run_with_the_lowest_nelbo_is_best(swept):
     slow, row, _ = json.load(open(f"{swept.folder}/sweep.json"))["runs"]
     assert (slow["learning_rate"], row["learning_rate"]) == (1e-5, 0.03)
     assert row["eval"]["nelbo"] < slow["eval"]["nelbo"] and sweep.best_of([slow, row])["tiny_mamba_h"] is row
-    log = read_log(f"{swept.folder}/tiny_mamba_h+learning_rate-3e-2")
-    assert row["val_loss"] == row["points"][-1]["val"] == log[-1]["val_loss"]
+    folder, = glob.glob(f"{swept.folder}/tiny_mamba_h+learning_rate-3e-2-*")
+    assert row["val_loss"] == row["points"][-1]["val"] == read_log(folder)[-1]["val_loss"]
     assert [p["step"] for p in row["points"]] == [2, 4] and row["tokens"] == 4 * 4 * 32
     assert row["eval"]["samples"] == 2 and row["eval"]["nelbo"] > 0 and "error" not in row
 
 
 def test_a_failing_run_is_a_row_with_its_last_words_and_the_others_are_kept(swept):
     failed = json.load(open(f"{swept.folder}/sweep.json"))["runs"][2]
-    assert "whole blocks of block_len 7" in failed["error"] and failed["error"] in swept.errors
+    assert "status 1: train.py: seq_len" in failed["error"] and failed["error"] in swept.errors
     assert "fix the cause and start" in swept.end
     _, kept, lost = [line.split() for line in swept.table.splitlines() if line.startswith("tiny_mamba_h ")][:3]
     assert kept[-1] == "*" and "-" not in kept and lost[1] == "block_len=7" and lost.count("-") == 9
     assert os.path.getsize(f"{swept.folder}/sweep.png") > 5000
 
 
-def test_what_is_done_is_not_done_again_and_other_settings_are_refused(swept, config):
+def test_what_is_done_is_not_done_again_and_other_settings_are_other_runs(swept, config):
     made = [f for name in ("ckpt.pt", "eval.json") for f in glob.glob(f"{swept.folder}/*/{name}")]
     times = [os.stat(f).st_mtime_ns for f in made]
     assert len(made) == 4                               # two runs and their evaluations
-    with pytest.raises(SystemExit):
+    with pytest.raises(UserError):
         grid(config, swept.folder)
     assert [os.stat(f).st_mtime_ns for f in made] == times
-    with pytest.raises(UserError, match="another seed"):
-        grid(config, swept.folder, "--train_settings=seed=2")
-    with pytest.raises(UserError, match="another .*seed"):                  # even if every run has ended
-        run(f"--runs=['{config} learning_rate=1e-5']", f"--out_dir={swept.folder}", "--train_settings=seed=2",
-            "--eval_settings=mc=2 sequences=4")
+    configure(vars(sweep), [f"--out_dir={swept.folder}", "--eval_settings=mc=2 sequences=4"])
+    mine = sweep.Run(f"{config} learning_rate=1e-5")
+    assert mine.trained() and mine.report()
+    sweep.eval_settings = "mc=1"                        # an evaluation with other settings does not count
+    mine = sweep.Run(f"{config} learning_rate=1e-5")
+    assert not mine.report() and "was not evaluated" in sweep.summarise(mine)["error"]
+    sweep.train_settings = "seed=2"
+    assert not sweep.Run(f"{config} learning_rate=1e-5").trained()
+    sweep.train_settings = "device=cpu log_interval=9"  # these do not change the run
+    assert sweep.Run(f"{config} learning_rate=1e-5").trained()
 
 
 @pytest.mark.parametrize("argv, message", [
-    (["--runs=['']"], "must be names"),
     (["--runs=['a \"b']"], "cannot be split"),
+    (["--runs=[]"], "there are no runs"),
     (["--runs_per_gpu=0"], "at least 1"),
-    (["--eval_settings=mcc=1"], "^eval_settings: there is no setting 'mcc'"),
-    (["--train_settings=sed=1"], "^train_settings: there is no setting 'sed'; did you mean seed"),
+    (["--runs=['{config}']", "--eval_settings=mcc=1"], "^eval_settings: there is no setting 'mcc'"),
     (["--runs=laptop sed=1"], "^run 'laptop sed=1': there is no setting 'sed'; did you mean seed"),
-    (["--eval_settings=out=e.json"], "eval_settings: every run has its own out; leave this setting out"),
-    (["--runs=['{config}']", "--eval_settings=data=nowhere"], "nowhere holds no prepared data"),
-    (["--table=/dev/null/t.json"], "cannot be written"),
-    (["--figure=/x/../"], "must end in .png"),
-    (["--figure=/dev/null/x.png"], "cannot be written")])
+    (["--runs=['{config} data=nowhere']"], "nowhere holds no prepared text"),
+    (["--figure=/x/y"], "must end in .png")])
 def test_what_cannot_work_is_refused_before_any_run(config, tmp_path, argv, message):
     with pytest.raises(UserError, match=message):
         run(f"--out_dir={tmp_path}/out", *(word.format(config=config) for word in argv))
     assert not (tmp_path / "out").exists()
-
-
-def test_an_evaluation_with_other_settings_does_not_count(swept, config):
-    configure(vars(sweep), [f"--out_dir={swept.folder}", "--eval_settings=mc=2 sequences=4"])
-    run = sweep.Run(f"{config} learning_rate=1e-5")
-    assert "eval" in sweep.summarise(run)
-    sweep.eval_settings = "mc=1"
-    assert run.report is None and "eval.json is missing or cannot be read" in sweep.summarise(run)["error"]
-
-
-def test_of_several_ranks_the_one_that_failed_is_quoted(config, tmp_path):
-    configure(vars(sweep), [f"--out_dir={tmp_path}"])
-    run = sweep.Run(config)
-    Path(run.folder).mkdir()
-    gone = "train.py: another process of this run is gone or silent (Connection closed); there is no checkpoint yet\n"
-    for text, cause in ((f"step\ntrain.py: the disk is full\n{gone}torchrun\n", "the disk is full"), (gone, "another")):
-        Path(run.path("train.txt")).write_text(text)
-        assert f"status 1: train.py: {cause}" in run.why("train", 1)
 
 
 def test_an_interrupted_sweep_goes_on_where_it_was(config, tmp_path):
@@ -163,51 +144,47 @@ def test_an_interrupted_sweep_goes_on_where_it_was(config, tmp_path):
         with pytest.raises(KeyboardInterrupt):
             run(*argv)
         thread.join()
-    first = read_log(f"{out}/tiny_mamba_h")
-    assert 5 <= first[-1]["step"] < 150 and os.path.exists(f"{out}/tiny_mamba_h/ckpt.pt")
+    folder, = glob.glob(f"{out}/tiny_mamba_h-*")
+    assert 5 <= read_log(folder)[-1]["step"] < 150 and os.path.exists(f"{folder}/ckpt.pt")
     run(*argv)
-    rows = read_log(f"{out}/tiny_mamba_h")
-    assert rows[:len(first)] == first and rows[-1]["step"] == 150
+    assert read_log(folder)[-1]["step"] == 150
     assert json.load(open(f"{out}/sweep.json"))["runs"][0]["eval"]["nelbo"] > 0
 
 
-def test_a_table_is_drawn_again_from_its_json_and_may_lack_evaluations(swept, tmp_path, capsys):
-    record = json.load(open(f"{swept.folder}/sweep.json"))
-    path = tmp_path / "again.json"
-    path.write_text(json.dumps(record))
-    run(f"--draw={path}")
-    assert capsys.readouterr().out.splitlines()[:3] == swept.table.splitlines()[:3]
-    whole = (tmp_path / "again.png").read_bytes()
-    assert whole == open(f"{swept.folder}/sweep.png", "rb").read()
-    for row in record["runs"]:
-        row.pop("eval", None)
-    path.write_text(json.dumps(record))
-    run(f"--draw={path}")
-    table = capsys.readouterr().out
-    assert f"{record['runs'][0]['val_loss']:.4f}" in table and "NELBO" not in table and "*" in table
-    assert (tmp_path / "again.png").read_bytes() != whole
-    with pytest.raises(UserError, match="not a file that sweep.py wrote"):
-        run(f"--draw={path},{swept.folder}/tiny_mamba_h+learning_rate-1e-5/run.json")
+def test_the_last_line_of_a_step_counts_and_half_a_line_is_skipped(config, tmp_path):
+    sweep.out_dir = str(tmp_path)
+    mine = sweep.Run(config)
+    Path(mine.folder).mkdir()
+    lines = ['{"step": 2, "loss": 5.0}', '{"step": 2, "val_loss": 4.0}', '{"step": 4, "lo', '{"step": 2, "loss": 3.0}',
+             '{"step": 2, "val_loss": 2.0}', '{"step": 4, "loss": 1.0}']
+    Path(mine.path("log.jsonl")).write_text("\n".join(lines))
+    assert sweep.summarise(mine)["points"] == [dict(step=2, val=2.0, train=3.0)]
+    assert not mine.trained(), "step 4 is the last, but its checkpoint may be missing: it was not validated"
+    with open(mine.path("log.jsonl"), "a") as f:
+        f.write('\n{"step": 4, "val_loss": 1.5}\n')
+    assert mine.trained()
 
 
-def test_repetitions_are_drawn_beside_a_sweep(swept, tmp_path, capsys):
+def test_a_table_is_drawn_again_from_its_json_beside_other_files(swept, tmp_path, capsys):
     pictures = []
-    for curve, ppl in ((0, 1), (0.5, 1), (0, 1.5)):
+    for curve, ppl, base in ((0, 1, ""), (0.5, 1, ""), (0, 1.5, ""), (0, 1, "_other")):
         record = json.load(open(f"{swept.folder}/sweep.json"))
         for row in record["runs"]:
+            row["base"] += base                         # a file may hold other models than the first
             row.get("eval", {"ppl": 0})["ppl"] *= ppl
             for point in row["points"]:
                 point["val"] -= curve
         (tmp_path / "again.json").write_text(json.dumps(record))
         run(f"--draw={swept.folder}/sweep.json,{tmp_path}/again.json", f"--figure={tmp_path}/both.png")
-        table = capsys.readouterr().out.splitlines()
-        assert table[:1] == [line for line in table if line.startswith("run ") and "PPL" in line][1:]     # one each
+        assert capsys.readouterr().out.splitlines()[:3] == swept.table.splitlines()[:3]
         pictures.append((tmp_path / "both.png").read_bytes())
-    assert len(set(pictures)) == 3
-    for row in record["runs"]:                          # a file may hold other models than the first
-        row["base"] += "_other"
+    assert len(set(pictures)) == 4
+    for row in record["runs"]:
+        row.pop("eval", None)
     (tmp_path / "again.json").write_text(json.dumps(record))
-    run(f"--draw={swept.folder}/sweep.json,{tmp_path}/again.json", f"--figure={tmp_path}/both.png")
+    run(f"--draw={tmp_path}/again.json", "--figure=")
+    table = capsys.readouterr().out
+    assert f"{record['runs'][0]['val_loss']:.4f}" in table and "*" in table and (tmp_path / "again.png").exists()
 
 
 def test_settings_that_make_another_model_give_it_a_name_and_a_colour_of_its_own(config):
@@ -224,100 +201,40 @@ def test_of_settings_given_twice_the_later_wins_and_values_may_hold_spaces(confi
     assert one.settings["max_iters"] == 9 and one.settings["data"] == "my texts"
     assert one.settings["learning_rate"] == 0.0005 and one.name.endswith("learning_rate=5e-4")
     own = sweep.Run(f"{config} learning_rate=2e-3 'out_dir=a b'")
-    assert own.settings["learning_rate"] == 2e-3 and "--out_dir=a b" in own.command("train")
     assert own.command("train")[-1] == f"--out_dir={own.folder}" and " " not in own.folder
-    with pytest.raises(UserError, match="did you mean seed"):
-        sweep.Run(f"{config} sead=1")
 
 
 @pytest.mark.parametrize("name, n_runs", [("87m", 20), ("laptop", 29), ("web_87m", 30)])
 def test_the_sweeps_of_config_name_configs_and_settings_that_exist(name, n_runs, monkeypatch):
     monkeypatch.chdir(ROOT)
     configure(vars(sweep), [f"config/sweep/{name}.py"])
-    assert len({sweep.Run(line).folder for line in sweep.runs}) == len(sweep.runs) == n_runs
-    import eval as eval_module
-    configure(settings_of(vars(eval_module)), [f"--{word}" for word in sweep.eval_settings.split()])
-
-
-@pytest.fixture
-def started(monkeypatch):
-    """The list of (run, script) that a sweep starts. Each ends at once, without an error."""
-    order = []
-
-    def start(run, script, *rest):
-        order.append((run, script))
-        return Mock(returncode=0, poll=lambda: 0)
-    monkeypatch.setattr(sweep, "places", lambda: [[]])
-    monkeypatch.setattr(sweep, "start", start)
-    monkeypatch.setattr(sweep.time, "sleep", lambda seconds: None)
-    return order
-
-
-class Stub:
-    """A run of a sweep that is in memory alone."""
-    error = ""
-
-    def __init__(self):
-        self.state = {}
-
-    def remember(self, **news):
-        self.state.update(news)
-
-
-def test_a_run_is_evaluated_before_the_next_one_is_trained(started):
-    """So a sweep that is cut off has evaluated all runs that it has trained."""
-    a, b = Stub(), Stub()
-    sweep.run_all([a, b], Mock(n=0), lambda: 0)
-    assert started == [(a, "train"), (a, "eval"), (b, "train"), (b, "eval")]
-    assert a.state == dict(trained=True, evaluated=sweep.eval_settings)
-
-
-@pytest.mark.skipif(sweep.PRCTL is None, reason="only Linux ends a process with the one that started it")
-def test_a_killed_sweep_leaves_no_training_behind(tmp_path):
-    run_of = types.SimpleNamespace(path=lambda name: str(tmp_path / name),
-                                   command=lambda job: [sys.executable, "-c", "import time; time.sleep(99)"])
-    child = os.fork()
-    if not child:
-        try:
-            (tmp_path / "pid").write_text(str(sweep.start(run_of, "train", [], 1).pid))
-            os.kill(os.getpid(), signal.SIGKILL)
-        finally:
-            os._exit(1)                                 # else, after an error, this would be a second pytest
-    os.waitpid(child, 0)
-    trainer, deadline = int((tmp_path / "pid").read_text()), time.time() + 20
-    with contextlib.suppress(ProcessLookupError, FileNotFoundError):           # it may be gone already
-        while time.time() < deadline and Path(f"/proc/{trainer}/stat").read_text().split()[2] != "Z":
-            time.sleep(0.05)
-    assert time.time() < deadline
+    every = [sweep.Run(line) for line in sweep.runs]
+    assert len({run.folder for run in every}) == len(every) == n_runs
+    assert not every[0].report()                        # eval_settings are settings of eval.py
 
 
 def test_a_folder_has_one_sweep_at_a_time(swept, config):
-    with locked(swept.folder, ""), pytest.raises(UserError, match="another process is writing to"):
+    with lock(f"{swept.folder}/.lock", ""), pytest.raises(UserError, match="another sweep is running in"):
         grid(config, swept.folder)
 
 
-def test_runs_share_gpus_or_spread_over_them(monkeypatch):
-    monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 5)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3")
-    assert sweep.places() == [["7"], ["6"], ["5"], ["4"], ["3"]]
-    sweep.gpus_per_run, sweep.runs_per_gpu = 2, 2
-    assert sweep.places() == 2 * [["7", "6"], ["5", "4"]]
-    sweep.gpus_per_run = 6
-    with pytest.raises(UserError, match="lower gpus_per_run"):
-        sweep.places()
+def test_runs_share_the_gpus_that_are_visible(monkeypatch):
+    monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,3")
+    sweep.runs_per_gpu = 2
+    assert sweep.places() == ["7", "3", "7", "3"]
+    monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 0)
+    assert sweep.places() == ["", ""]
 
 
-def test_differences_are_paired_by_sequence_and_seeds_are_one_entry(capsys):
+def test_differences_are_paired_by_sequence_and_seeds_are_one_entry():
     """Sequences differ by nats, the two models by 0.1 on every one: the paired error is small."""
     noise = [0.0, 2.0, -1.0, 5.0]
     def row(name, base, offset):
         return dict(name=name, base=base, nats=[10 * (3 + n + offset) for n in noise], eval=dict(tokens=40))
-    rows = sweep.differences([row("b seed=1", "b", 0.12), row("a seed=1", "a", 0.01), row("a seed=2", "a", -0.01),
-                              row("b seed=2", "b", 0.08), dict(name="lost", base="c", error="why")])
-    (found,) = rows
+    (found,) = sweep.differences([row("b seed=1", "b", 0.12), row("a seed=1", "a", 0.01), row("a seed=2", "a", -0.01),
+                                  row("b seed=2", "b", 0.08), dict(name="lost", base="c", error="why")])
     assert (found["better"], found["worse"], found["seeds"]) == ("a", "b", 2)
     assert found["difference"] == pytest.approx(0.1) and found["se_text"] == pytest.approx(0, abs=1e-12)
     assert found["se_seeds"] == pytest.approx(((0.02 ** 2 + 0.04 ** 2) / 4) ** 0.5)
-    sweep.show_differences(rows)
-    assert "+0.1000" in capsys.readouterr().out
     assert not sweep.differences([row("a", "a", 0.0) | dict(text="one"), row("b", "b", 0.1) | dict(text="another")])
