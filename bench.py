@@ -153,7 +153,7 @@ def bench_train(parallel):
             row.update(tok_per_s=s * row["batch"] / median, ms=1000 * median,
                        peak_gib=torch.cuda.max_memory_allocated() / 2 ** 30,
                        mfu=ceiling and train_flops(config, s) * micro_batch_size / median / ceiling)
-        if s == 8192:                                   # the paper's only length; its figures are of eight GPUs together
+        if s == 8192:                                   # the paper's only length; its figures are of eight GPUs
             row["paper"] = paper.TRAIN.get(name.removesuffix("_350m"), 0) / 8 * world
         yield row
 

@@ -52,6 +52,8 @@ dtype = "auto"                          # auto: bfloat16 if the GPU has it, else
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
 # ----------------------------------------------------------------------------------------------
 
+CHANCE = "Chance: hellaswag, arc_easy, arc_challenge 0.25; piqa, winogrande, boolq 0.5; the mean of all six 0.375."
+
 
 # ----------------------------------------------------------------------------------------------
 # Small pieces
@@ -103,8 +105,7 @@ def nelbo_figures(sums, tokens, n_bytes):
 def evaluate_text(model, tokenizer, folder, parallel, autocast):
     """NELBO, perplexity, bits per byte and masked-token accuracy on the validation split of a prepared folder, a
     dict. Prints the main ones. A collective."""
-    text = TokenData(folder, "val", tokenizer.name)
-    s = seq_len or model.config.seq_len
+    text, s = TokenData(folder, "val", tokenizer.name), seq_len or model.config.seq_len
     x = text.sequences(s, sequences)                                           # (n, s)
     sums = gather(parallel, nelbo_sums(model, x, parallel, autocast, seed, mc, stratified, batch_size))
     r = nelbo_figures(sums, np.full(len(x), s), text.sequence_bytes(s, sequences).numpy())
@@ -240,9 +241,9 @@ def evaluate_tasks(model, tokenizer, parallel):
     if unknown := [name for name in tasks if not known.match_tasks([name])]:
         raise UserError(f"the harness has no task '{unknown[0]}'; python -m lm_eval ls tasks lists those that it has")
     found = lm_eval.simple_evaluate(Adapter(), tasks=tasks, task_manager=known, limit=limit or None)
-    print(utils.make_table(found))
-    print("Chance: hellaswag, arc_easy, arc_challenge 0.25; piqa, winogrande, boolq 0.5; the mean of all six 0.375.")
-    return found["results"]
+    if found:                                           # None where LOCAL_RANK is not 0
+        print(utils.make_table(found), CHANCE, sep="\n")
+    return found and found["results"]
 
 
 # ----------------------------------------------------------------------------------------------

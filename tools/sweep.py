@@ -50,8 +50,8 @@ NOT_THE_RUN = {"out_dir", "resume", "micro_batch_size", "log_interval", "device"
                "dist_timeout"}          # settings of train.py that may differ when a run continues
 COLUMNS = {"run": ("name", ""), "parameters": ("parameters", ","), "rate": ("learning_rate", "g"),
            "tokens": ("tokens", ","), "train": ("train_loss", ".4f"), "val": ("val_loss", ".4f"),
-           "NELBO": ("nelbo", ".4f"), "+-text": ("nelbo_se", ".4f"), "+-noise": ("nelbo_se_noise", ".4f"), "PPL": ("ppl", ".2f"),
-           "bits/B": ("bpb", ".4f"), "acc %": ("acc", ".2f"), "best": ("best", "")}
+           "NELBO": ("nelbo", ".4f"), "+-text": ("nelbo_se", ".4f"), "+-noise": ("nelbo_se_noise", ".4f"),
+           "PPL": ("ppl", ".2f"), "bits/B": ("bpb", ".4f"), "acc %": ("acc", ".2f"), "best": ("best", "")}
 DIFFERENCES = {"run": ("better", ""), "next": ("worse", ""), "difference": ("difference", "+.4f"),
                "+-text": ("se_text", ".4f"), "+-seeds": ("se_seeds", ".4f"), "seeds": ("seeds", "d")}
 

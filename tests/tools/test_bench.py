@@ -29,11 +29,12 @@ def run(capsys, *words):
 
 
 def test_train_ends_in_one_json_line_and_writes_the_same(capsys, tmp_path):
-    lines, result = run(capsys, "train", "--only=config/laptop.py", "--micro_batch_size=1", f"--out={tmp_path / 't.json'}")
+    out = tmp_path / "t.json"
+    lines, result = run(capsys, "train", "--only=config/laptop.py", "--micro_batch_size=1", f"--out={out}")
     row, = result["rows"]
     assert result["bench"] == "train" and result["hardware"]["name"] and result["kernels"] == "kernels: plain"
     assert row["config"] == "laptop" and row["tok_per_s"] == pytest.approx(256 / row["ms"] * 1000)
-    assert json.loads((tmp_path / "t.json").read_text()) == result
+    assert json.loads(out.read_text()) == result
     assert lines[-1].split()[:4] == ["laptop", "256", "1", f"{row['tok_per_s']:,.0f}"]
 
 
