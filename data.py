@@ -205,8 +205,8 @@ class TokenData:
 
     paths: a folder, several ones separated by commas, or a list of them. The windows of all folders are numbered in the
     order of the folders; no window crosses from one folder to the next. split: "train" or "val". tokenizer: the name
-    that the folders must have been prepared with; None accepts any, but all folders must have the same. Raises
-    UserError if a folder is unfinished or damaged, has no such split, or holds tokens of another tokenizer.
+    that the folders must have been prepared with; None and "auto" accept any, but all folders must have the same.
+    Raises UserError if a folder is unfinished or damaged, has no such split, or holds tokens of another tokenizer.
 
     files: [(path, number of tokens)] of the split in each folder. n_tokens: in all of them. sha256: a list with the
     checksum of each file, None where meta.json has none.
@@ -216,7 +216,7 @@ class TokenData:
         self.files, self.sha256, self.tokenizer = [], [], tokenizer
         for path in paths if isinstance(paths, list) else str(paths).split(","):
             meta = read_meta(path)
-            if self.tokenizer not in (None, meta["tokenizer"]):
+            if self.tokenizer not in (None, "auto", meta["tokenizer"]):
                 raise UserError(f"{path} holds {meta['tokenizer']} tokens, not {self.tokenizer} tokens: choose another "
                                 f"folder, or the setting --tokenizer={meta['tokenizer']}")
             if split not in meta["splits"]:

@@ -35,7 +35,7 @@ resume = False                          # continue from out_dir/ckpt.pt
 init_from = ""                          # begin with the weights of this checkpoint; ignored with --resume
 # data
 data = "data/stdlib"                    # folders made by data.py, a,b for several; this one is made if it is missing
-tokenizer = "bytes"                     # bytes or gpt2
+tokenizer = "auto"                      # bytes or gpt2; auto: that of the data
 # model (see ModelConfig)
 seq_len = 256                           # tokens of a training sequence
 block_len = 16                          # tokens of a diffusion block; seq_len for a full-sequence model
@@ -81,7 +81,7 @@ dist_timeout = 300                      # seconds after which a collective that 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 # Settings that do not change the result of a run. --resume names all others that are not as before.
 HARMLESS = {"out_dir", "resume", "init_from", "micro_batch_size", "eval_interval", "log_interval", "init_std",
-            "embed_std", "device", "kernels", "compile", "dist_timeout"}
+            "embed_std", "tokenizer", "device", "kernels", "compile", "dist_timeout"}
 
 
 def learning_rate_at(step, peak, floor, warmup, total):
@@ -119,7 +119,7 @@ def check_settings():
     check(globals(), least=dict(batch_size=1, micro_batch_size=0, max_iters=1, min_lr=0, grad_clip=0, seed=0,
                                 eval_interval=1, eval_sequences=0, eval_samples=1, log_interval=1, dist_timeout=1),
           most=dict(min_lr=learning_rate), above=dict(learning_rate=0),
-          choices=dict(dtype=("auto", "float32", "bfloat16"), tokenizer=VOCABULARY))
+          choices=dict(dtype=("auto", "float32", "bfloat16"), tokenizer=("auto", *VOCABULARY)))
     if warmup_iters < 0:
         warmup_iters = min(200, max_iters // 10)
     if warmup_iters >= max_iters:
@@ -233,7 +233,7 @@ def say_result(say, seconds, val_loss, val, n_bytes, train_data):
     """Prints the validation loss, and bits per byte beside what simple statistics of the text reach."""
     say(f"trained in {tqdm.format_interval(seconds)}; validation NELBO {val_loss:.4f} nats per token, perplexity "
         f"{math.exp(min(val_loss, 700)):.2f}, {bits_per_byte(val_loss, val.numel(), n_bytes):.3f} bits per byte")
-    if tokenizer == "bytes":
+    if train_data.tokenizer == "bytes":
         # Counts from at most 20M bytes, which takes 0.5 GB of memory.
         base = byte_baselines(train_data.sequences(seq_len, 2 * 10 ** 7 // seq_len), val)
         say(f"baselines on the same text: byte bigram {base['bigram']:.3f}, "
@@ -264,8 +264,8 @@ def main():
 
     # 1. Data.
     shape = {k: v for k, v in settings.items() if k in ModelConfig.__dataclass_fields__}
-    config = ModelConfig(vocab_size=VOCABULARY[tokenizer], **shape)
     train_data, val_data = open_data(parallel, say)
+    config = ModelConfig(vocab_size=VOCABULARY[train_data.tokenizer], **shape)
     val = val_data.sequences(seq_len, eval_sequences)       # (n, s)
     n_bytes = int(val_data.sequence_bytes(seq_len, eval_sequences).sum())     # fails here if GPT-2's files are missing
 
@@ -275,7 +275,7 @@ def main():
     if init_from and not resume:                            # before ShardedAdamW, which copies the weights
         load_weights(init_from, load_checkpoint(find_checkpoint(init_from)), model,
                      may_differ=("seq_len", "block_len", "detach_prefix"))
-    about = dict(tokenizer=tokenizer, settings=settings, text=train_data.sha256)        # goes into each checkpoint
+    about = dict(tokenizer=train_data.tokenizer, settings=settings, text=train_data.sha256)        # goes into each checkpoint
     micro_batches = micro_batches_of(parallel.rank, parallel.world, batch_size, micro_batch_size)
     optimizer = ShardedAdamW(model, (beta1, beta2), weight_decay, parallel.rank, parallel.world)
     # due: whether to validate before the next step. lowest: the lowest validation loss so far, and its step.

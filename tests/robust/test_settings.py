@@ -175,7 +175,7 @@ def test_requests_beyond_a_cache_or_the_rotary_capacity_are_refused_in_a_sentenc
 
 @pytest.mark.parametrize("argv, message", [
     ("--batch_size=4 --micro_batch_size=3", "must divide the 4 sequences"),
-    ("--tokenizer=gpt4", "tokenizer must be one of bytes, gpt2"),
+    ("--tokenizer=gpt4", "tokenizer must be one of auto, bytes, gpt2"),
     ("--warmup_iters=4", r"warmup_iters must be below max_iters \(4\), but is 4; add --warmup_iters=0"),
     ("--dtype=bf16", "one of auto, float32, bfloat16"),
     ("--kernels=triton", "kernels must be one of auto, torch, mamba_ssm, but is 'triton'"),
@@ -206,7 +206,7 @@ def test_the_laptop_config_is_the_default_and_the_others_start_from_smaller_weig
         configure(vars(module), argv)
         return settings_of(vars(module))
     default = settings_with()
-    assert settings_with("config/laptop.py") == default and default["init_std"] == 0.1 and default["embed_std"] == 1
+    assert settings_with("config/laptop.py") == {**default, "tokenizer": "bytes"} and default["init_std"] == 0.1 and default["embed_std"] == 1
     for path in {*ROOT.glob("config/*_*.py")}:          # the wide models; laptop and novelist are narrow
         settings = settings_with(str(path))
         assert settings["init_std"] == settings["embed_std"] == 0.02
