@@ -48,7 +48,7 @@ TINY = ["--seq_len=32", "--block_len=8", "--d_model=32", "--n_head=2", "--n_laye
         "--d_state=8", "--mamba_head_dim=16", "--batch_size=4", "--warmup_iters=1", "--max_iters=4",
         "--log_interval=1", "--eval_interval=2", "--eval_sequences=4", "--device=cpu", "--learning_rate=1e-2"]
 EIGHT_STEPS = [*TINY, "--max_iters=8", "--log_interval=3", "--eval_interval=4"]         # the settings of `trained`
-SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 
 
 def as_config(flags):
