@@ -35,7 +35,7 @@ OTHER_NAMES = dict(start="prompt", max_new_tokens="length", block_size="seq_len"
                    mcqa="tasks", eval_only="python eval.py", local_rank="to start with torchrun")
 HELP = ("-h", "--help")
 # Settings that are paths, or several paths: a leading ~/ is the home folder.
-PATHS = set("out_dir data checkpoint init_from out prompt_file save_cache load_cache include_path".split())
+PATHS = set("out_dir data checkpoint init_from out to prompt_file save_cache load_cache include_path".split())
 
 
 class UserError(ValueError):
