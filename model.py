@@ -14,9 +14,9 @@ Mamba-2 hybrid) and block_len (seq_len: the whole sequence is one block). Equati
 
 In shapes: b sequences, s tokens of each, l tokens of a block, k = s / l blocks, d width, v vocabulary, h heads, e the
 width of an attention head, p that of a Mamba head, n the size of a Mamba state, c channels and w width of its
-convolution, r rows of a scan, m any number of tokens or rows. As variables, h is the residual stream, and q, k, v are
-queries, keys and values. `prefill` adds whole blocks of clean tokens to the cache: it calls every layer's `extend`.
-`commit` is `prefill` of one block.
+convolution, r rows of a scan, m any number of tokens or rows. As variables of the layers, h is the residual stream, and
+q, k, v are queries, keys and values. `prefill` adds whole blocks of clean tokens to the cache: it calls every layer's
+`extend`. `commit` is `prefill` of one block.
 
     python model.py                                   parameter counts of every config
     python -m pytest tests/test_model.py              its tests
@@ -38,7 +38,7 @@ class ModelConfig:
     vocab_size: int = 50258             # the last id is the mask token
     seq_len: int = 8192                 # tokens of a training sequence
     block_len: int = 256                # tokens of a diffusion block (nanoGPT's block_size is seq_len). If it equals
-                                        # seq_len, the model is full-sequence, and has no cache
+                                        # seq_len, the model is full-sequence, and its cache stays empty
     attn_every: int = 6                 # layer i attends if i % attn_every == 0, else it is Mamba-2; 1: attention only
     n_layer: int = 12
     n_head: int = 8                     # attention heads
@@ -114,8 +114,8 @@ class Cache:
         return sum(part.numel() * part.element_size() for state in self.layers for part in state)
 
     def clear(self):
-        """Empties the cache in place. Only Mamba states need the zeros, since a scan starts from them; the others get
-        them as well."""
+        """Empties the cache in place, by zeros. Lengths need them, and Mamba states, since a scan starts from them.
+        Keys and values do not, but get them as well."""
         for part in (self.lengths, *(part for state in self.layers for part in state)):
             part.zero_()
 
@@ -177,7 +177,7 @@ class TimestepEmbedding(nn.Module):
 # ----------------------------------------------------------------------------------------------
 # Mixers. Both kinds have the same three paths, so a layer need not know which one it holds:
 #   two_stream   training: all clean and all noisy tokens at once
-#   extend       generation: finished blocks, which are appended to the mixer's part of the cache
+#   extend       generation: finished blocks, which update the mixer's part of the cache
 #   denoise      generation: one active block, which reads the cache and writes nothing
 # Training and generation compute the same function. That is what makes the cache exact.
 #
@@ -200,7 +200,8 @@ class Attention(nn.Module):
         self.out_proj = nn.Linear(d, d, bias=False)
 
     def project(self, u, rope):
-        """u (b, s, d) -> q, k, v, each (b, h, s, e) with e = d / h; q and k are rotated. rope: rope or rope_all."""
+        """u (b, s, d) -> q, k, v, each (b, h, s, e) with e = d / h; q and k are rotated by
+        rope = (cos, sin), each of a shape that broadcasts to (b, h, s, e / 2)."""
         q, k, v = self.qkv(u).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)       # (b, h, s, e) each
         return rotate(q, *rope), rotate(k, *rope), v
 
@@ -335,8 +336,9 @@ class BiMamba(nn.Module):
         #   bar:     0    1    2    3                   b2 from bar 2, b3 from bar 3
         #
         # Clean tokens have no reverse scan: one over the whole prefix would read later blocks, and could not be
-        # cached. One inside each clean block could, but the paper caches the forward scan alone.
-        y, convs, ssms = self.fwd(clean, block_len=noisy.size(1))              # (b, k, w - 1, c), (b, k, h, p, n)
+        # cached. One inside each clean block could be cached, but the paper caches the forward scan alone.
+        # convs (b, k, w - 1, c) and ssms (b, k, h, p, n), not k + 1: there are only k - 1 clean blocks.
+        y, convs, ssms = self.fwd(clean, block_len=noisy.size(1))
         if self.detach_prefix:
             convs, ssms = convs.detach(), ssms.detach()
         # All noisy blocks run as one batch of b * k rows, each from its own state. Without detach_prefix, a block's
@@ -405,7 +407,7 @@ class Layer(nn.Module):
         return clean, self.after_mixer(noisy, y_noisy, mod_noisy)
 
     def extend(self, h, cond, state, lengths, rope, block_len):
-        """Finished blocks h (b, m, d) -> (b, m, d). Appends them to `state`, the layer's part of the cache."""
+        """Finished blocks h (b, m, d) -> (b, m, d). Adds them to `state`, the layer's part of the cache."""
         mod = self.modulation(cond)
         y = self.mixer.extend(self.mixer_input(h, mod), state, lengths, rope, block_len)
         return self.after_mixer(h, y, mod)
@@ -428,7 +430,7 @@ class BlockDiffusionLM(nn.Module):
       embedding                        N(0, embed_std)
       projections, MLP                 N(0, init_std), biases 0
       projections into the residual    hybrids: N(0, init_std / sqrt(2 n)); DDiT: N(0, init_std), as gates start at 0
-      AdaLN, head                      0: the untrained loss is ln(vocabulary - 1)
+      AdaLN, head                      0: the untrained loss is ln(vocabulary - 1) on average
       norms, Mamba's D                 1
       Mamba's A, dt                    A uniform in [1, 16]; dt log-uniform in [1e-3, 0.1] through the
                                        inverse softplus
@@ -445,7 +447,7 @@ class BlockDiffusionLM(nn.Module):
         self.norm = nn.LayerNorm(d, bias=False)
         self.adaln = nn.Linear(d, 2 * d)
         self.head = nn.Linear(d, config.vocab_size, bias=False)
-        self._rope = None                               # (device and dtype, table of cos and sin)
+        self._rope = None                               # ((device, dtype), cos and sin (2, positions, e / 2))
         self.init_weights(init_std, embed_std)
 
     @torch.no_grad()
@@ -484,7 +486,7 @@ class BlockDiffusionLM(nn.Module):
     # -- pieces shared by training and generation --
 
     def rope(self, length):
-        """Rotary tables (cos, sin) of positions 0..length-1, each (length, head_dim / 2)."""
+        """Rotary tables (cos, sin) of positions 0..length-1, each (length, e / 2)."""
         config, weight = self.config, self.embed.weight
         if length > config.rope_capacity:
             raise UserError(f"{length} tokens are beyond the rotary capacity of {config.rope_capacity}; "
@@ -496,7 +498,7 @@ class BlockDiffusionLM(nn.Module):
         return self._rope[1][:, :length].unbind()
 
     def rope_after(self, lengths, count):
-        """Rotary tables (cos, sin), each (b, 1, count, head_dim / 2), of the `count` positions after lengths (b,).
+        """Rotary tables (cos, sin), each (b, 1, count, e / 2), of the `count` positions after lengths (b,).
         `new_cache` made the table long enough for max_len and one active block, as far as the rotary capacity allows.
         There is no check here, because it would make the host wait for the device."""
         positions = lengths[:, None] + torch.arange(count, device=lengths.device)      # (b, count)
@@ -583,8 +585,8 @@ class BlockDiffusionLM(nn.Module):
 
     def loss(self, x0, is_masked, t):
         """The loss for given noise: is_masked (b, s), t (b, k)."""
-        # Only masked tokens are scored, so only they need the head. `nonzero` waits for the GPU: here, before the
-        # layers, little work is queued, and afterwards the host can run ahead through forward and backward.
+        # Only masked tokens are scored, so only they need the head. `nonzero` makes the host wait for the GPU. The wait
+        # is short here, before the layers, and afterwards the host can queue forward and backward ahead of the GPU.
         masked = is_masked.flatten().nonzero().squeeze(1)                      # (m,) indices into the b * s tokens
         xt = x0.masked_fill(is_masked, self.config.mask_id)
         weight = (1 / t).repeat_interleave(x0.size(1) // t.size(1), 1)         # (b, s)
@@ -653,8 +655,8 @@ class BlockDiffusionLM(nn.Module):
         return self.final(h, cond)
 
     def denoise(self, xt, cache, t):
-        """Logits (b, l, v) of the active block xt (b, l) at noise level t (b,); None if the model takes none. Reads the
-        cache."""
+        """Logits (b, l, v) of the active block xt (b, l), given the cache, at noise level t (b,). A model without
+        timestep conditioning ignores t, which may then be None."""
         return self.logits(self.denoise_hidden(xt, cache, t))
 
 

@@ -3,7 +3,7 @@ The heavy operations of a block-diffusion Mamba-2 / attention hybrid, written pl
 
   ssd_scan              the selective state-space scan (eq. mamba-scan-background), chunked
   ssd_scan_ref          the same as a literal loop over positions: the definition
-  causal_conv           the short convolution before the scan, with carried state
+  causal_conv           the short convolution before the scan, from a carried state
   gated_norm            the norm after it
   two_stream_attention  attention of the clean and the noisy stream in training; its rule is two_stream_rule
   cached_attention      attention of new blocks to a key/value cache and to themselves
@@ -12,7 +12,8 @@ The heavy operations of a block-diffusion Mamba-2 / attention hybrid, written pl
   gumbel_argmax         a draw from a softmax
 
 Everything here is a function of tensors. There are no parameters and no configuration, and no other file of this
-repository is imported.
+repository is imported. Shapes use the letters of model.py, except that b is also the rows of a scan, and that in the
+chunked scan c is the number of chunks and q the positions of one. In `segsum` l is any length.
 
     python -m pytest tests/test_ops.py                its tests
     python bench.py ops                               time it beside libraries
@@ -35,8 +36,8 @@ FAST = {}                               # name of an operation -> a faster funct
 
 
 def replaceable(op):
-    """A decorator: calls of the operation go to FAST[its qualified name] if there is one. `op.plain` is the function as
-    written here. A fast function calls it for arguments that it does not support."""
+    """A decorator: calls of the operation go to FAST[its qualified name] if there is one. `op.plain` is the decorated
+    function itself. A fast function calls it for arguments that it does not support."""
     name = op.__qualname__
 
     @functools.wraps(op)
@@ -141,7 +142,8 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
         y = y + from_start * (C[:, :, None] @ states[:, :c].transpose(3, 4))    # (b, c, h, q, p)
         y = y.transpose(2, 3).reshape(b, -1, l + fill, h, p)[:, :, :l].flatten(1, 2)           # (b, s, h, p)
         y = (y + D[..., None] * xs).to(x.dtype)
-        return y, states[:, ::(l + fill) // q] if want_states else None        # the latter (b, k + 1, h, p, n)
+        # A block is (l + fill) / q chunks. So one state in that many is at a block boundary: (b, k + 1, h, p, n).
+        return y, states[:, ::(l + fill) // q] if want_states else None
 
 
 def pass_states(local, log_decay, initial):
@@ -272,7 +274,7 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
     Attention of new tokens to a cache and to themselves, block-causally: a token sees the cache, the new blocks before
     its own, and all of its own block.
 
-    q, k, v (b, h, m, e): m new tokens in whole blocks of block_len. If they are a single block, q may have only some of
+    q, k, v (b, h, m, e): m new tokens in whole blocks of block_len. If they are a single block, q may be only some of
     its queries, since all of them see the same keys. k_cache, v_cache (b, h, max_len, e); lengths (b,) int64: row i
     sees the first lengths[i] positions of the cache; the rest may be uninitialised. Returns the shape of q.
     """
@@ -285,7 +287,7 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
     if m == block_len and shortest == longest:          # every query sees every key
         return F.scaled_dot_product_attention(q, keys, values)
     k_block = torch.arange(m, device=q.device) // block_len                    # (m,) the block of each new key
-    q_block = k_block if m > block_len else k_block[:1]                        # (m,); (1,) serves all of a single block
+    q_block = k_block if m > block_len else k_block[:1]                        # (m,); a single block needs one row
     # A cached key counts as block -1, which every query sees.
     mask = q_block[:, None] >= F.pad(k_block, (longest, 0), value=-1)          # (m or 1, longest + m)
     if shortest < longest:                              # rows hold different numbers of tokens
@@ -336,7 +338,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @torch.amp.custom_fwd(device_type="cuda")
     def forward(ctx, hidden, head, target, weight, max_logits):
         v, ctx.head_dtype, dtype = len(head), head.dtype, at_least_fp32(hidden.dtype)
-        # Rows of zeros: with an odd v the GPU would run slow, unaligned kernels for all three products.
+        # Rows of zeros: if v is not a multiple of 8, the GPU would run slow, unaligned kernels.
         head = F.pad(head.to(hidden.dtype), (0, 0, 0, -v % 64)) if hidden.is_cuda else head     # (v + padding, d)
         loss = hidden.new_zeros((), dtype=dtype)
         wanted = any(ctx.needs_input_grad[:2])
