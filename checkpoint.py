@@ -113,7 +113,8 @@ def save_checkpoint(path, model, **extra):
 def load_checkpoint(path, *needed):
     """Reads a checkpoint or an export as plain data on the CPU: {"format", "config", "model", ...}. Its weights are
     finite; whether they fit the configuration is checked by the model's load_state_dict. needed: the optional keys that
-    it must have, such as "optimizer". Raises UserError for a file that is damaged or lacks one of these keys."""
+    it must have, such as "optimizer". Raises UserError for a checkpoint that is damaged, and for a file without one of
+    these keys."""
     record = read_export(path) if Path(path).suffix == ".safetensors" else read_tensors(path)
     if missing := {"format", "config", "model", *needed}.difference(record):
         raise UserError(f"{path} has no {min(missing)}: it is no whole checkpoint of train.py, such as --resume needs")

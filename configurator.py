@@ -154,7 +154,7 @@ def configure(namespace, argv=None, where="command line"):
         name, equals, text = word[2:].partition("=")
         name = name.replace("-", "_")
         check_name(name, settings, where)
-        if not equals:                              # `--name value`; or, for a bool, `--name` alone, which is true
+        if not equals:                              # `--name value`, even -h or --help; a bool's `--name` alone is true
             if isinstance(settings[name], bool) and (not words or words[0].lower() not in ("true", "false")):
                 text = "true"
             elif words and (words[0] in HELP or not words[0].startswith("--")):
@@ -205,7 +205,7 @@ def script(name):
     try:
         yield
         sys.stdout.flush()                              # an error of stdout may show here only
-    except (UserError, UnicodeError) as error:          # text that should be UTF-8
+    except (UserError, UnicodeError) as error:          # UnicodeError: text that should be UTF-8
         sys.exit(f"{name}: {error}")
     except KeyboardInterrupt:
         print(f"{name}: stopped", file=sys.stderr)

@@ -30,7 +30,7 @@ from checkpoint import write_file
 from configurator import UserError
 
 VERSION = 2                         # of the format of a prepared folder
-VOCABULARY = {"bytes": 258, "gpt2": 50258}          # token ids of each tokenizer, mask included
+VOCABULARY = {"bytes": 258, "gpt2": 50258}          # number of token ids of each tokenizer, mask included
 
 
 # ----------------------------------------------------------------------------------------------
@@ -135,7 +135,8 @@ def prepare_stdlib(out="data/stdlib", root=None):
     out, root = Path(out), Path(root or sysconfig.get_path("stdlib"))
     if not (out / "meta.json").exists():
         if out.exists() and any(out.iterdir()):
-            raise UserError(f"{out} is not empty, and this command did not make it: choose another --out")
+            raise UserError(f"{out} is not empty, and this command did not make it: choose another --out (of train.py: "
+                            f"--data)")
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{out.name}.", suffix=".tmp", dir=out.parent) as work:
             write_stdlib(Path(work, out.name), root)
@@ -183,15 +184,15 @@ def permutation(seed, epoch, n):
 # Each sequence has its own noise seed, a function of (seed, number of the sequence). So its noise does not depend on
 # the batch that it is in, on the number of processes, or on where a run was resumed.
 
-def noise_seeds(seed, samples):
-    """The noise seed of each sequence: a list of 63-bit ints. samples: the numbers of the sequences."""
-    seeds = (np.random.SeedSequence([seed, int(i)]).generate_state(1, np.uint64)[0] for i in samples)
+def noise_seeds(seed, numbers):
+    """The noise seed of each sequence: a list of 63-bit ints. numbers: those of the sequences."""
+    seeds = (np.random.SeedSequence([seed, int(i)]).generate_state(1, np.uint64)[0] for i in numbers)
     return [int(s) & (2 ** 63 - 1) for s in seeds]
 
 
-def noise_generators(seed, samples):
+def noise_generators(seed, numbers):
     """A list with one CPU generator for each sequence, seeded by noise_seeds."""
-    return [torch.Generator().manual_seed(s) for s in noise_seeds(seed, samples)]
+    return [torch.Generator().manual_seed(s) for s in noise_seeds(seed, numbers)]
 
 
 def batches(items, size):
@@ -244,8 +245,8 @@ class TokenData:
         for file, size in self.files:
             if number < size // seq_len:
                 break
-            number -= size // seq_len
-        out = np.fromfile(file, "<u2", seq_len, offset=2 * number * seq_len).astype(np.int64)
+            number -= size // seq_len                       # now counted from the start of the next file
+        out = np.fromfile(file, "<u2", seq_len, offset=2 * number * seq_len).astype(np.int64)   # 2 bytes a token
         if out.max() >= VOCABULARY[self.tokenizer] - 1:     # the last id is the mask: no text contains it
             raise UserError(f"{file} holds token {out.max()}, outside its vocabulary: prepare its folder again")
         return out
@@ -292,8 +293,8 @@ def byte_baselines(train_tokens, val_tokens):
 
     Both estimate probabilities from counts in train_tokens, with one added to each count, over 257
     symbols (256 bytes and end-of-text). Both score all val_tokens, end-of-text included, and divide
-    by the bytes without end-of-text, as for the model. The first token of the bigram follows an
-    end-of-text. Tokens: tensors or arrays of any shape.
+    by the bytes without end-of-text, as for the model. The first token of all follows an
+    end-of-text; that of a later window, the last token of the window before it. Tokens: tensors or arrays of any shape.
     """
     v = 257
     train, val = (np.append(256, x) for x in (train_tokens, val_tokens))         # int64, flat

@@ -188,6 +188,7 @@ class ActiveBlock:
         sampler, positions = self.sampler, self.positions()
         if positions is not None:
             drawn = sampler.pick(logits_of(positions), positions, *self.key)   # (b, p)
+            # `positions` is self.next_positions itself, so this call also moves next_positions on, in place.
             unmask_and_advance(self.xt, positions, drawn, sampler.mask_id, self.permutation, self.n_revealed)
         else:
             is_masked = self.xt == sampler.mask_id

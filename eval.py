@@ -121,7 +121,7 @@ def masked_rows(model, texts, rows, budget):
     """
     Runs texts (lists of tokens) with some tokens masked. rows: [(index of a text, positions to mask, ascending)].
     Yields batches of about `budget` tokens. A batch has (index of the text, positions, their hidden states (m, d)) for
-    each row. Only the block of the first position counts: later positions are neither seen nor returned.
+    each row. A row runs only the block of its first position: positions in later blocks are neither seen nor returned.
 
     The blocks before it are clean and go into the cache. What follows the text in its block stays masked, because
     nothing is known of it. A full-sequence model has one block, which is the whole text.
@@ -140,11 +140,12 @@ def masked_rows(model, texts, rows, budget):
                 row[:len(texts[n])] = torch.tensor(texts[n][:begin + l])
                 row[positions] = c.mask_id
             prefix, xt = x.to(model.embed.weight.device).split([begin, l], 1)
-            # Rows of one text have the same prefix, which is read once: text i is that of row first[i].
+            # Rows of one text have the same prefix, which is read once. first[j] is a row of the j-th different text in
+            # `part`, and owner[i] is the j of row i.
             _, first, owner = np.unique([n for n, _ in part], return_index=True, return_inverse=True)
             cache = model.new_cache(len(first), begin, l)
             model.prefill(prefix[first], cache)
-            cache = Cache([tuple(x[owner] for x in state) for state in cache.layers], cache.lengths[owner], begin)
+            cache = Cache([tuple(held[owner] for held in state) for state in cache.layers], cache.lengths[owner], begin)
             # The noise level is the masked fraction, as in sampling. Only timestep conditioning uses it.
             hidden = model.denoise_hidden(xt, cache, (xt == c.mask_id).float().mean(1))        # (rows, l, d)
             yield [(n, at, h[torch.tensor(at) - begin]) for (n, _), at, h in zip(part, masked, hidden)]
@@ -170,8 +171,8 @@ def score_pairs(model, pairs, budget, parallel):
             nats, _ = masked_cross_entropy(model, torch.cat([h for *_, h in batch]), target)   # (rows,)
             np.subtract.at(score, [n for n, *_ in batch], nats.numpy())
             bar.update(len(batch))
-    # Decoding stops at the first token that differs: until then, the answer's own tokens are known. From here on
-    # `answers` holds the positions that are still masked.
+    # Decoding of an answer stops at the first token that differs. So whatever was decoded before equals the answer's
+    # own tokens, and masked_rows can take it from `texts`. From here on `answers` holds the positions still masked.
     while answers:
         for batch in masked_rows(model, texts, list(answers.items()), budget):
             for n, positions, h in batch:
@@ -213,7 +214,7 @@ def answer_requests(model, tokenizer, requests, parallel):
     requests of a question are consecutive. A collective."""
     s, questions = model.config.seq_len, itertools.groupby(requests, lambda r: (r.task_name, r.doc_id))
     encoded = [encode_question(tokenizer, [r.args for r in question], s) for _, question in questions]
-    print(f"{sum(cut > 0 for _, cut in encoded)} of {len(encoded)} contexts were cut on the left, to fit {s} tokens")
+    print(f"{sum(cut > 0 for _, cut in encoded)} of {len(encoded)} questions were cut on the left, to fit {s} tokens")
     pairs = [pair for pairs, _ in encoded for pair in pairs]
     score, greedy = score_pairs(model, pairs, batch_size * s, parallel)
     return [*zip(score.tolist(), (greedy == 1).tolist())]
@@ -274,7 +275,7 @@ def main():
     dev, weight_dtype = parallel.device, pick_dtype(dtype, parallel.device)
     machine = dict(hardware(dev), ranks=parallel.world, dtype=str(weight_dtype), kernels=select_kernels(kernels, dev))
     print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
-    for path in checkpoint:
+    for path in checkpoint or ["out"]:
         results.append(evaluate(path, parallel, weight_dtype == torch.bfloat16))
         record = json.dumps(dict(settings=settings_of(globals()), hardware=machine, results=results), default=str)
         record = record.replace(": NaN", ": null")      # JSON knows no NaN

@@ -70,7 +70,7 @@ def select_kernels(setting, device, training=True):
     Selects which implementation of the operations in ops.py runs on a device, by filling the table ops.FAST. Returns
     a line that says which. setting:
 
-      auto        the kernels of fast/ on a GPU, else the plain operations
+      auto        the kernels of fast/ on a GPU of compute capability 8.0 or above, else the plain operations
       torch       the plain operations
       mamba_ssm   those of the packages mamba-ssm and causal-conv1d, and plain ones for the rest
 
@@ -238,9 +238,9 @@ class ShardedAdamW:
         for group in model.param_groups(weight_decay):
             params = group["params"]
             sizes = [p.numel() for p in params]
-            sizes.append(-sum(sizes) % world)                       # the zeros at the end
-            flat = torch.cat([*(p.detach().flatten() for p in params), params[0].new_zeros(sizes[-1])])
-            grad = torch.zeros_like(flat)
+            sizes.append(-sum(sizes) % world)                       # zeros that fill up to a multiple of world
+            flat = torch.cat([*(p.detach().flatten() for p in params), params[0].new_zeros(sizes[-1])])     # (n,)
+            grad = torch.zeros_like(flat)                           # (n,)
             if world > 1:
                 dist.broadcast(flat, 0)                             # all ranks start from the weights of rank 0
             # From here on all are views of the buffers: never set p.grad to None, nor p.data to another tensor. Weights
@@ -248,7 +248,7 @@ class ShardedAdamW:
             for p, p_data, p_grad in zip(params, flat.split(sizes), grad.split(sizes)):
                 p.data, p.grad = p_data.view_as(p), p_grad.view_as(p)
             own = slice(rank * len(flat) // world, (rank + 1) * len(flat) // world)
-            shard = flat[own].clone() if world > 1 else flat
+            shard = flat[own].clone() if world > 1 else flat        # (n / world,)
             shard.grad = torch.zeros_like(shard) if world > 1 else grad
             self.flats.append(dict(flat=flat, grad=grad, shard=shard, own=own, sizes=sizes,
                                    shapes={names[p]: p.shape for p in params}))

@@ -126,7 +126,7 @@ def open_engine(wanted, model, dtype=torch.float32):
 
 # What `generate` returns:
 #   tokens            for each row a 1-D int64 tensor on the CPU: prompt, generated tokens, suffix
-#   forward_passes    denoising steps and commits; reading the prompts is not counted
+#   forward_passes    denoising steps and commits (a fast engine does a commit and a step in one); no prompts
 #   seconds           from the first step to the last token
 #   cache_bytes       the memory of the cache
 Generation = collections.namedtuple("Generation", "tokens forward_passes seconds cache_bytes")
@@ -157,8 +157,8 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
     rows = [prompt.tolist() for prompt in prompts]      # the tokens of each row so far
     heads = [row[:start] for row, start in zip(rows, starts)]      # whole blocks, which the cache will hold
     for i, (prompt, head) in enumerate(zip(prompts, heads)):
-        first = heads.index(head)                       # what several rows have is read once, and copied to the others
-        known = rows_cache.rows(first, first + 1) if first < i else cache
+        same = heads.index(head)                        # the first row with these whole blocks; later ones copy it
+        known = rows_cache.rows(same, same + 1) if same < i else cache
         read(model, prompt[:len(head)], rows_cache.rows(i, i + 1), known)
     # The first active block of a row begins with what the prompt has after its last whole block. The suffix is known,
     # too: a masked position sees both sides.
@@ -214,7 +214,7 @@ def plan(config, prompts, length, n_suffix=0):
     served, before any work.
     """
     if not prompts or length < 1:
-        raise UserError(f"length must be at least 1 and prompts at least one, but these are {length} and {len(prompts)}")
+        raise UserError(f"length and the number of prompts must be at least 1, but are {length} and {len(prompts)}")
     totals = [len(p) + length + n_suffix for p in prompts]
     if config.full_sequence and min(totals) != max(totals):
         raise UserError("a full-sequence model takes prompts of one length at a time; give it others in another call")

@@ -1,6 +1,7 @@
 """
-Trains any of the four models: one loop for a laptop, one GPU or several (data parallel, see parallel.py). The loss is
-BlockDiffusionLM.loss: all blocks at once, each masked token weighted by 1/t.
+Trains any of the four models of model.py: attention or a Mamba-2 hybrid, in blocks or full-sequence. One loop for a
+laptop, one GPU or several (data parallel, see parallel.py). The loss is BlockDiffusionLM.loss, over all blocks at once.
+A token is masked with probability t, the noise level of its block, and each masked token weighs 1/t.
 
     python train.py                                                     # laptop, minutes, real text
     torchrun --nproc_per_node=8 train.py config/mamba_h_87m.py          # one node
@@ -30,7 +31,7 @@ from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, i
 
 # ----------------------------------------------------------------------------------------------
 # Settings: the defaults train a small BDLM Mamba-H on bytes in minutes, on two cores.
-out_dir = "out"                         # where the checkpoint, the log and its picture go
+out_dir = "out"                         # where the checkpoints, the log and its picture go
 resume = False                          # continue from out_dir/ckpt.pt
 init_from = ""                          # begin with the weights of this checkpoint; ignored with --resume
 # data
@@ -128,8 +129,8 @@ def check_settings():
 
 
 def open_folder(parallel):
-    """Makes out_dir. Rank 0 locks it. Returns the file that keeps the lock. Raises UserError if the folder holds a run
-    that a new one would overwrite, or another process trains in it."""
+    """Makes out_dir, except with --resume. Rank 0 locks it. Returns the file that keeps the lock. Raises UserError if
+    the folder holds a run that a new one would overwrite, or another process trains in it."""
     if not resume:
         os.makedirs(out_dir, exist_ok=True)
     refusal = f"another process is training in {out_dir}; wait for it, or choose another --out_dir"
@@ -163,16 +164,17 @@ def load_weights(path, record, model, may_differ=()):
 
 
 def continue_run(path, model, optimizer, settings, text, say):
-    """Loads the checkpoint of an earlier run of the same model. text: the sha256 of each folder's training text. Returns
-    its number of steps, whether it was saved for a validation, and the lowest validation loss before it with its step.
-    Raises UserError for another model, or another text in the same folder."""
+    """Loads the checkpoint of an earlier run of the same model. text: the sha256 of each folder's training text.
+    Returns (step, due, lowest): the steps done; whether a validation is due at this step, which may not have been made;
+    and (the lowest validation loss up to the save, its step). Raises UserError for another model, or another text in
+    the same folder."""
     record = load_checkpoint(path, "optimizer", "settings", "step")
     load_weights(path, record, model)
     optimizer.load_state_dict(record["optimizer"])
-    # text is a list since a run can have several folders.
+    # Earlier checkpoints hold the checksum of one folder (a str), later ones a list like `text`. None is unknown.
     saved, step, saved_text = record["settings"], record["step"], record.get("text")
-    same_text = text in (saved_text, [saved_text])          # then it may have moved to another folder
-    if saved_text and not same_text and saved.get("data") == data:
+    same_text = None not in text and text in (saved_text, [saved_text])        # then its folder may have moved
+    if saved_text and None not in (*text, *saved_text) and not same_text and saved.get("data") == data:
         raise UserError(f"{data} holds another text than when {path} was saved; prepare the former again, or begin "
                         f"another run with its weights by --init_from={path} --out_dir=FOLDER")
     harmless = HARMLESS | {"data"} if same_text else HARMLESS
@@ -190,8 +192,8 @@ def last_checkpoint():
 
 
 def catch_signals(received):
-    """From now on these signals no longer end the process: they are appended to the list `received`. A second Ctrl-C
-    ends it."""
+    """From now on these signals are appended to the list `received` and no longer end the process. Ctrl-C ends it at
+    once if the list is not empty: after another of these signals, or after `say` could not write."""
     def on_signal(number, frame):
         if received and number == signal.SIGINT:            # at once, without saving
             raise KeyboardInterrupt
@@ -202,8 +204,8 @@ def catch_signals(received):
 
 
 def end(signals, held):
-    """Unlocks out_dir. If a signal stopped the run, ends the process with status 128 + the number of the first one.
-    SIGPIPE stands for a stdout or a log that cannot be written."""
+    """Unlocks out_dir. Ends a process that has received a signal with status 128 + the number of the first one. SIGPIPE
+    stands for a stdout or a log that cannot be written."""
     held.close()
     if signal.SIGPIPE in signals:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())         # else Python complains at its exit
@@ -263,9 +265,9 @@ def main():
                 signals.append(signal.SIGPIPE)
 
     # 1. Data.
-    shape = {k: v for k, v in settings.items() if k in ModelConfig.__dataclass_fields__}
+    model_settings = {k: v for k, v in settings.items() if k in ModelConfig.__dataclass_fields__}
     train_data, val_data = open_data(parallel, say)
-    config = ModelConfig(vocab_size=VOCABULARY[train_data.tokenizer], **shape)
+    config = ModelConfig(vocab_size=VOCABULARY[train_data.tokenizer], **model_settings)
     val = val_data.sequences(seq_len, eval_sequences)       # (n, s)
     n_bytes = int(val_data.sequence_bytes(seq_len, eval_sequences).sum())     # fails here if GPT-2's files are missing
 
@@ -275,7 +277,7 @@ def main():
     if init_from and not resume:                            # before ShardedAdamW, which copies the weights
         load_weights(init_from, load_checkpoint(find_checkpoint(init_from)), model,
                      may_differ=("seq_len", "block_len", "detach_prefix"))
-    about = dict(tokenizer=train_data.tokenizer, settings=settings, text=train_data.sha256)        # goes into each checkpoint
+    about = dict(tokenizer=train_data.tokenizer, settings=settings, text=train_data.sha256)    # in each checkpoint
     micro_batches = micro_batches_of(parallel.rank, parallel.world, batch_size, micro_batch_size)
     optimizer = ShardedAdamW(model, (beta1, beta2), weight_decay, parallel.rank, parallel.world)
     # due: whether to validate before the next step. lowest: the lowest validation loss so far, and its step.
@@ -330,8 +332,8 @@ def main():
         lr = learning_rate_at(step, learning_rate, min_lr, warmup_iters, max_iters)
         optimizer.zero_grad()
         loss = add_gradients(model, train_data, step, micro_batches, autocast)
-        norm = float(optimizer.reduce_gradients())          # of the gradients, summed over ranks
-        loss, stopping = parallel.sum([float(loss), len(signals)])      # a signal may reach one rank only
+        norm = float(optimizer.reduce_gradients())          # of the whole gradient, all ranks together
+        loss, stopping = parallel.sum([float(loss), len(signals)])      # of all ranks: the loss, and how many signals
         if math.isfinite(loss) and math.isfinite(norm):     # the same on all ranks: both are sums over ranks
             optimizer.step(lr, min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0)
             bad_steps = 0
@@ -346,9 +348,9 @@ def main():
         if step % log_interval == 0 or step == max_iters:
             say(*describe(step, losses, times, lr, norm))
             losses, times = [], []
-        if step == first_step + 1:                          # its time is left out of the speed in the log
+        if step == first_step + 1:                          # its time is left out of the next row of the log
             if dev.type == "cuda":
-                say(f"the first step, in which kernels are compiled, took {time.time() - started:.0f} s")
+                say(f"the first step, in which kernels are compiled, took {time.time() - step_started:.0f} s")
             times = []
         # Save before validating: a validation may take long, and a second Ctrl-C during it then loses nothing.
         due = step % eval_interval == 0 or step == max_iters

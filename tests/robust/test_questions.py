@@ -136,7 +136,7 @@ def test_the_harness_gets_the_scores_of_the_definition(checkpoints, task):
     flags = [f"--checkpoint={checkpoints[0]}", *task("made_up", CHOICES, rows)]
     status, printed, error = script("eval.py", "--device=cpu", *flags)
     assert status == 0, error
-    assert "6 of 20 contexts were cut on the left, to fit 32 tokens" in printed and "Chance: hellaswag" in printed
+    assert "6 of 20 questions were cut on the left, to fit 32 tokens" in printed and "Chance: hellaswag" in printed
     record = json.loads(printed.splitlines()[-1])
     model = evaluation.open_checkpoint(checkpoints[0], "cpu")[0]
     right = 0
