@@ -15,7 +15,6 @@ import argparse
 import functools
 import gzip
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -24,6 +23,7 @@ import sys
 import zlib
 from collections import Counter, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +38,10 @@ HUB = {                             # what `python data.py NAME` downloads: repo
     "c4": ("allenai/c4", "main", r"en/c4-validation\..*\.json\.gz", "val"),
     "paloma": ("allenai/paloma", "main", r"c4_en/val/.*\.jsonl\.gz", "val"),
 }
-BATCH_BYTES = 1 << 20               # text that a thread tokenises at a time
-PART_BYTES = 1 << 24                # smaller files share a part of about this size
+TAKES = dict(                       # the arguments that each command takes
+    stdlib="out", show="paths", jsonl="paths val out tokenizer val_fraction split_on text_key skip_bad",
+    **dict.fromkeys(HUB, "tokens out tokenizer val_fraction split_on skip_bad local"))
+BATCH = 16                          # documents that a thread tokenises at a time
 VAL_BYTES = 10 ** 6                 # kept for validation if neither --val nor --val_fraction is given: at most this
 END_OF_TEXT = "<|endoftext|>"
 AGAIN, ELSEWHERE = "run the same command again and it continues", "choose another --out"
@@ -106,38 +108,19 @@ def end_of(raw, size):
     return begin
 
 
-def grouped(items, limit, size):
-    """Lists of consecutive items, of about `limit` together. size(item): its share of the limit."""
-    total = 0
-
-    def number(item):
-        nonlocal total
-        total += size(item)
-        return total // limit
-    return (list(group) for _, group in itertools.groupby(items, number))
-
-
 def tokenise(tokenizer, documents):
-    """Encodes [(split, share, text)] as [(split, tokens, UTF-8 bytes, whether the text contains END_OF_TEXT)]. `share`
-    of the documents go to validation, chosen by checksum. What is no document, see `read`, is kept as it is. Runs in
-    threads: tiktoken releases the interpreter lock."""
-    found = []
-    for split, share, text in documents:
-        tokens, size = (text, 0) if share is None else encode(tokenizer, text)
-        if share and zlib.crc32(tokens) < share * 2**32:
-            split = "val"
-        found.append((split, tokens, size, END_OF_TEXT in text))
-    return found
+    """Encodes [(split, share, text, why)], see `Preparation.read`, as [(split, share, why, tokens, UTF-8 bytes, whether
+    the text contains END_OF_TEXT)]. Runs in threads: tiktoken releases the interpreter lock."""
+    return [(split, share, why, *encode(tokenizer, text), END_OF_TEXT in text) for split, share, text, why in documents]
 
 
 def ordered_map(pool, function, items, ahead):
     """Like pool.map, but at most `ahead` items are in progress at a time. Results come in order."""
-    waiting = deque()
-    for item in items:
-        waiting.append(pool.submit(function, item))
-        if len(waiting) >= ahead:
-            yield waiting.popleft().result()
-    while waiting:
+    items, waiting = iter(items), deque()
+    while True:
+        waiting.extend(pool.submit(function, item) for item in islice(items, ahead - len(waiting)))
+        if not waiting:
+            return
         yield waiting.popleft().result()
 
 
@@ -147,8 +130,8 @@ def ordered_map(pool, function, items, ahead):
 class Preparation:
     """Turns sources into a prepared folder. The result depends only on the sources and the settings.
 
-    The tokens of an input file are a part, in the folder OUT/parts; small files share one. A part is done when its
-    counts exist. A later run keeps the parts that are done and goes on with the next one.
+    The tokens of an input file are a part, in the folder OUT/parts. A part is done when its counts exist: those of all
+    parts so far. A later run keeps the parts that are done and goes on with the next one.
 
     origin, revision: texts for meta.json, where the sources come from. settings: the arguments of `parse_arguments`.
     tokens: stop when the split of the first source has this many, with the last document whole; 0: no limit.
@@ -159,10 +142,10 @@ class Preparation:
     def __init__(self, out, sources, settings, origin, revision=""):
         self.out, self.parts, self.sources, self.settings = Path(out), Path(out, "parts"), sources, settings
         self.origin, self.revision, self.tokenizer = origin, revision, get_tokenizer(settings.tokenizer)
-        self.size = sum(source.size for source in sources)  # in bytes
-        self.keeps_end = settings.val_fraction is None      # no --val and no --val_fraction
-        self.share = min(0.1, VAL_BYTES / max(1, self.size)) if self.keeps_end else settings.val_fraction
-        self.counts = Counter()             # train_tokens, train_documents, ..., skipped, marked, read
+        self.keeps_end, self.share = False, settings.val_fraction
+        if settings.val_fraction is None:                   # no --val and no --val_fraction
+            self.keeps_end, self.share = True, min(0.1, VAL_BYTES / max(1, sum(source.size for source in sources)))
+        self.counts = Counter()             # train_tokens, train_documents, ..., skipped, marked
         self.limited = f"{sources[0].split}_tokens"         # the count that settings.tokens limits
         inputs = [(s.split, s.name, s.size, s.changed) for s in sources]
         inputs += [text for text in (settings.split_on, settings.text_key) if text not in ("", "text")]
@@ -170,8 +153,6 @@ class Preparation:
             files=len(sources), first=sources[0].name, revision=revision,
             sha256=hashlib.sha256(json.dumps(inputs).encode()).hexdigest(),
             tokenizer=settings.tokenizer, budget=settings.tokens, val_fraction=settings.val_fraction)
-        if any(source.name.lower().endswith(".zst") for source in sources):
-            zstd()                          # fails here if it is missing, before there is work to lose
 
     def run(self):
         """Prepares what is missing and returns the content of meta.json. Raises UserError."""
@@ -187,11 +168,11 @@ class Preparation:
     def is_made(self):
         """Whether the folder is finished. Raises UserError if it holds anything that this command did not make."""
         held = [path.relative_to(self.out).as_posix() for path in [*self.out.glob("*"), *self.parts.glob("*")]]
-        records = sorted(name for name in held if re.fullmatch(r"meta\.json|parts/\d{6}\.json", name))
+        records = sorted(name for name in held if re.fullmatch(r"meta\.json|parts/\d{7}\.json", name))
         if records and json.loads((self.out / records[0]).read_text()).get("made_from") != self.made_from:
             raise UserError(f"{self.out} was made from other files or with other settings, or the files have changed "
                             f"since (their size or time): {ELSEWHERE}")
-        begun = r"parts(/lock|/download|/\d{6}\.(json|train\.bin|val\.bin)(\.tmp)?)?"
+        begun = r"parts(/lock|/download|/\d{7}\.(json|train\.bin|val\.bin)(\.tmp)?)?"
         if not records and not all(re.fullmatch(begun, name) for name in held):
             raise UserError(f"{self.out} is not empty, and this command did not make it: {ELSEWHERE}")
         return "meta.json" in held
@@ -200,93 +181,95 @@ class Preparation:
         return 0 < self.settings.tokens <= self.counts[self.limited]
 
     def write_parts(self):
-        """Writes the parts that are missing, and downloads the files of the next one meanwhile."""
-        groups = [*grouped(self.sources, PART_BYTES, lambda source: source.size or PART_BYTES)]
+        """Writes the parts that are missing, and downloads the file of the next one meanwhile."""
         done = sorted(self.parts.glob("*.json"))
-        for record in done:
-            self.counts.update(json.loads(record.read_text())["counts"])
-        fetch = lambda group: [(source, source.fetch()) for source in group]
-        with ThreadPoolExecutor(os.cpu_count()) as self.pool, tqdm(
-                desc=str(self.out), initial=self.counts[self.limited], unit="tok", unit_scale=True) as self.bar:
-            for number, files in enumerate(ordered_map(self.pool, fetch, groups[len(done):], 2), len(done)):
-                if not self.is_full():
-                    self.write_part(f"{self.parts}/{number:06d}", files)
+        if done:
+            self.counts.update(json.loads(done[-1].read_text())["counts"])
+        fetch = lambda source: (source, source.fetch())
+        self.bar = tqdm(desc=str(self.out), unit="tok", unit_scale=True)
+        with self.bar, ThreadPoolExecutor(os.cpu_count()) as self.pool:
+            for number, file in enumerate(ordered_map(self.pool, fetch, self.sources[len(done):], 2), len(done)):
+                if self.is_full():
+                    return
+                self.write_part(f"{self.parts}/{number:07d}", *file)
 
-    def write_part(self, part, files):
-        """Writes the tokens of `files`, [(source, path)], and then their counts. Removes what was downloaded."""
-        before = Counter(self.counts)
-        documents = (document for file in files for document in self.read(*file))
-        batches = grouped(documents, BATCH_BYTES, lambda document: len(document[2]))
+    def write_part(self, part, source, path):
+        """Writes the tokens of a file, and then the counts. Removes the file if it was downloaded."""
+        documents = self.read(source, path)
+        batches = iter(lambda: list(islice(documents, BATCH)), [])
         found = ordered_map(self.pool, functools.partial(tokenise, self.tokenizer), batches, 2 * os.cpu_count() + 1)
 
         def write_splits(train):
             write_file(f"{part}.val.bin", lambda val: self.write_tokens(dict(train=train, val=val), found))
         write_file(f"{part}.train.bin", write_splits)
-        write_file(f"{part}.json", json.dumps(dict(made_from=self.made_from, counts=self.counts - before)))
-        for _, path in files:
-            if (self.parts / "download").resolve() in path.resolve().parents:
-                path.unlink()
+        write_file(f"{part}.json", json.dumps(dict(made_from=self.made_from, counts=self.counts)))
+        if (self.parts / "download").resolve() in path.resolve().parents:
+            path.unlink()
 
     def read(self, source, path):
-        """Yields (split, share, text) of every document of a file. Blank lines and blank .txt files are none.
+        """Yields (split, share, text, why) of every document of a file. Blank lines and blank .txt files are none.
 
-        share: see `tokenise`. For a bad document, and for the rest of a damaged file, yields ("bad", None, where and
-        why). Raises UserError if the system cannot read the file.
+        share: of such documents that goes to validation. For a bad document, and for the rest of a damaged file, text
+        is "", and why says where and why; else that is "". Raises UserError if the system cannot read the file.
         """
-        line, begin, damaged = 0, self.counts["read"], zlib.error
+        line, damaged = 0, zlib.error
         try:
             with open(path, "rb") as file:
                 lines, damaged = decompressed(file, source.name)
                 if is_text(source.name):
                     lines = iter(lines.read, b"")       # one line
                 for line, raw in enumerate(lines, 1):
-                    self.counts["read"] = begin + file.tell()
                     try:
                         yield from self.documents(source, raw)
                     except ValueError as error:
-                        yield "bad", None, f"{source.name}:{line}: {error}"
+                        yield source.split, 0, "", f"{source.name}:{line}: {error}"
         except (OSError, EOFError, damaged) as error:
             if getattr(error, "errno", None):           # an error of the system; damaged data has no errno
                 raise UserError(f"{path} cannot be read ({error.strerror}): mend that, and {AGAIN}") from None
-            yield "bad", None, f"{source.name}:{line + 1}: the rest of the file is damaged ({error})"
+            yield source.split, 0, "", f"{source.name}:{line + 1}: the rest of the file is damaged ({error})"
 
     def documents(self, source, raw):
-        """Yields (split, share, text), see `tokenise`, of each document of a record. Raises ValueError if it is bad."""
+        """Yields (split, share, text, ""), see `read`, of each document of a record. Raises ValueError if it is bad."""
         pieces = [(source.split, self.share, raw)]
         if self.keeps_end and is_text(source.name) and not self.settings.split_on:
             begin = end_of(raw, int(min(self.share * len(raw), VAL_BYTES)))
             pieces = [(source.split, 0, raw[:begin]), ("val", 0, raw[begin:])]
         for split, share, piece in pieces:
             for text in texts_of(piece, source.name, self.settings):
-                yield split, share, text
+                yield split, share, text, ""
 
     def write_tokens(self, files, found):
         """Writes batches of `tokenise` to the open file of each split, up to the limit of tokens."""
-        counts = self.counts
-        for batch in found:
-            for split, tokens, size, marked in batch:
-                if self.is_full():
-                    return
-                if split == "bad":
-                    why = tokens
-                    if not self.settings.skip_bad:
-                        raise UserError(f"{why}; add --skip_bad and {AGAIN} without it, or correct it and {ELSEWHERE}")
-                    print(f"skipped {why}", file=sys.stderr)
-                    counts["skipped"] += 1
-                    continue
-                if self.keeps_end and counts["val_utf8_bytes"] + size > VAL_BYTES:
-                    split = "train"
-                files[split].write(tokens)
-                counts[f"{split}_tokens"] += len(tokens)
-                counts[f"{split}_documents"] += 1
-                counts[f"{split}_utf8_bytes"] += size
-                counts["marked"] += marked
-            self.bar.total = self.settings.tokens or counts[self.limited] * self.size // max(1, counts["read"])
-            self.bar.update(counts[self.limited] - self.bar.n)
+        for split, share, why, tokens, size, marked in chain.from_iterable(found):
+            if self.is_full():
+                return
+            if why:
+                self.skip(why)
+                continue
+            if share and zlib.crc32(tokens) < share * 2**32:
+                split = "val"
+            if self.keeps_end and self.counts["val_utf8_bytes"] + size > VAL_BYTES:
+                split = "train"
+            files[split].write(tokens)
+            self.count(split, len(tokens), 1, size)
+            self.counts["marked"] += marked
+            self.bar.update(len(tokens))
+
+    def count(self, split, tokens, documents, utf8_bytes):
+        """Adds to the counts of a split."""
+        for key, n in dict(tokens=tokens, documents=documents, utf8_bytes=utf8_bytes).items():
+            self.counts[f"{split}_{key}"] += n
+
+    def skip(self, why):
+        """Reports and counts a bad document. Raises UserError without --skip_bad."""
+        if not self.settings.skip_bad:
+            raise UserError(f"{why}; add --skip_bad and {AGAIN} without it, or correct it and {ELSEWHERE}")
+        print(f"skipped {why}", file=sys.stderr)
+        self.counts["skipped"] += 1
 
     def finish(self):
         """Joins the parts and writes meta.json. Raises UserError, and leaves nothing, if a split has no document."""
-        counts, splits = self.counts, {}
+        counts = self.counts
         given = {source.split for source in self.sources}
         wanted = {*given, "val"} if self.share else given
         empty = [split for split in wanted if not counts[f"{split}_documents"]]
@@ -299,8 +282,8 @@ class Preparation:
             write_file(self.out / f"{split}.bin", functools.partial(self.join, split))
         for split in empty:
             self.move_last(split)
-        for split in sorted(wanted):
-            splits[split] = {key: counts[f"{split}_{key}"] for key in ("tokens", "documents", "utf8_bytes")}
+        splits = {split: {key: counts[f"{split}_{key}"] for key in ("tokens", "documents", "utf8_bytes")}
+                  for split in sorted(wanted)}
         write_meta(self.out, self.origin, self.revision, self.settings.tokenizer, splits, counts["skipped"],
                    self.made_from)
         self.report()
@@ -314,28 +297,27 @@ class Preparation:
         """Moves the last document to a split that has none, from the other one."""
         other = "val" if split == "train" else "train"
         tokens = np.fromfile(self.out / f"{other}.bin", "<u2")
-        begin = int(np.flatnonzero(tokens[:-1] == self.tokenizer.eot_token)[-1]) + 1
-        write_file(self.out / f"{split}.bin", tokens[begin:].tofile)
+        begin = np.flatnonzero(tokens == self.tokenizer.eot_token)[-2] + 1
+        last = tokens[begin:]
+        write_file(self.out / f"{split}.bin", last.tofile)
         write_file(self.out / f"{other}.bin", tokens[:begin].tofile)
-        size = int(token_bytes(self.tokenizer.name)[tokens[begin:]].sum())
-        for key, n in dict(tokens=len(tokens) - begin, documents=1, utf8_bytes=size).items():
-            self.counts[f"{split}_{key}"] += n
-            self.counts[f"{other}_{key}"] -= n
+        size = int(token_bytes(self.tokenizer.name)[last].sum())
+        self.count(split, len(last), 1, size)
+        self.count(other, -len(last), -1, -size)
 
     def report(self):
         """Prints what the user may not expect."""
-        counts, limit = self.counts, self.settings.tokens
-        train, val = counts["train_utf8_bytes"], counts["val_utf8_bytes"]
+        train, val, marked = (self.counts[key] for key in ("train_utf8_bytes", "val_utf8_bytes", "marked"))
         if self.keeps_end:
             print(f"kept {val:,} of {train + val:,} bytes of text for validation; --val FILE names other text, "
                   "--val_fraction 0 keeps nothing")
-        if counts["marked"]:
-            print(f"{counts['marked']:,} documents contain {END_OF_TEXT}, which stays ordinary text; if it ends "
-                  f"documents, prepare them again with --split_on '{END_OF_TEXT}' and another --out")
-        if limit and not self.is_full():
-            print(f"{self.out}: the source ended at {counts[self.limited]:,} tokens, before the {limit:,} asked for",
-                  file=sys.stderr)
+        if marked:
+            print(f"{marked:,} documents contain {END_OF_TEXT}, which stays ordinary text; if it ends documents, "
+                  f"prepare them again with --split_on '{END_OF_TEXT}' and another --out")
 
+
+# ----------------------------------------------------------------------------------------------
+# Where the files are
 
 def local_sources(paths, split):
     """Sources for the user's own files. Raises UserError for a missing file or an unknown ending."""
@@ -349,18 +331,15 @@ def local_sources(paths, split):
     return sources
 
 
-# ----------------------------------------------------------------------------------------------
-# Data sets on the hub
-
-def on_hub(repo, call, *args, **kwargs):
-    """Calls a function of huggingface_hub and turns its errors into a UserError."""
+def from_hub(repo, call, *args, **kwargs):
+    """Calls a function of huggingface_hub. Raises UserError for the errors of the hub, the network and the disk."""
     try:
         return call(repo, *args, **kwargs)
-    except Exception as error:      # the hub's, the network's and the disk's errors
-        advice = f"when the network is back, or when there is room on the disk, {AGAIN}; or name a copy with --local"
-        if type(error).__name__ == "GatedRepoError":
-            advice = f"accept the licence at https://huggingface.co/datasets/{repo}, and log in with `hf auth login`"
-        raise UserError(f"{repo} cannot be read from the hub ({type(error).__name__}: {error}): {advice}") from None
+    except Exception as error:
+        raise UserError(
+            f"{repo} cannot be read from the hub ({type(error).__name__}: {error}): check the network and the room on "
+            f"the disk, and {AGAIN}; or name a copy with --local. A gated data set needs `hf auth login`, and your "
+            f"consent at https://huggingface.co/datasets/{repo}") from None
 
 
 def hub_sources(name, out, local):
@@ -372,11 +351,11 @@ def hub_sources(name, out, local):
         fetch, revision = functools.partial(Path, local), "a local copy"
     else:
         hub = need("huggingface_hub", repo)
-        revision = on_hub(repo, hub.HfApi().dataset_info, revision=revision).sha
+        revision = from_hub(repo, hub.HfApi().dataset_info, revision=revision).sha
         where = dict(repo_type="dataset", revision=revision)
-        held = on_hub(repo, hub.HfApi().list_repo_files, **where)
+        held = from_hub(repo, hub.HfApi().list_repo_files, **where)
         where["local_dir"] = Path(out, "parts", "download")
-        fetch = lambda file: Path(on_hub(repo, hub.hf_hub_download, file, **where))
+        fetch = lambda file: Path(from_hub(repo, hub.hf_hub_download, file, **where))
     names = sorted(file for file in held if re.fullmatch(wanted, file))
     if not names:
         raise UserError(f"{local or repo} holds no file that matches {wanted}; it holds {sorted(held)[:5]}")
@@ -405,22 +384,12 @@ def show(path):
         print("   ", " [end of text] ".join(repr(tokenizer.decode(d[d != eot].tolist())) for d in documents))
 
 
-COMMANDS = {                        # the arguments that each command takes
-    "stdlib": "out",
-    "jsonl": "paths val out tokenizer val_fraction split_on text_key skip_bad",
-    "dclm": "tokens out tokenizer val_fraction split_on skip_bad local",
-    "c4": "tokens out tokenizer split_on skip_bad local",
-    "paloma": "tokens out tokenizer split_on skip_bad local",
-    "show": "paths",
-}
-
-
 def parse_arguments(argv):
     """The arguments; those that are not given are None or empty."""
     path = os.path.expanduser
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("data.py", description=__doc__, formatter_class=form)
-    parser.add_argument("command", choices=[*COMMANDS])
+    parser.add_argument("command", choices=TAKES)
     parser.add_argument("paths", nargs="*", type=path, metavar="PATH", help="training text; for show, a folder")
     parser.add_argument("--val", nargs="+", type=path, default=[], metavar="PATH", help="validation text")
     parser.add_argument("--out", type=path, metavar="DIR", help="the folder to make (default: data/COMMAND)")
@@ -433,11 +402,12 @@ def parse_arguments(argv):
     parser.add_argument("--skip_bad", action="store_true", help="report bad documents and go on")
     args = parser.parse_intermixed_args(argv)
     for name, value in vars(args).items():
-        if value and name not in ("command", *COMMANDS[args.command].split()):
-            parser.error(f"{args.command} takes no {name}; it takes {COMMANDS[args.command]}")
+        if value and name not in ("command", *TAKES[args.command].split()):
+            parser.error(f"{args.command} takes no {name}; it takes {TAKES[args.command]}")
     for name, least, below in (("tokens", 1, 1e15), ("val_fraction", 0, 1)):
-        if getattr(args, name) is not None and not least <= getattr(args, name) < below:
-            parser.error(f"{name} must be at least {least} and below {below:g}, but is {getattr(args, name)}")
+        value = getattr(args, name)
+        if value is not None and not least <= value < below:
+            parser.error(f"{name} must be at least {least} and below {below:g}, but is {value}")
     return args
 
 
@@ -445,17 +415,7 @@ def prepare_text(args):
     """Runs the commands jsonl, dclm, c4 and paloma."""
     args.tokenizer, args.text_key = args.tokenizer or "gpt2", args.text_key or "text"
     if args.command == "jsonl":
-        sources = local_sources(args.paths, "train") + local_sources(args.val, "val")
-        origin, revision, args.tokens = "local files", "", 0
-        if args.val:
-            args.val_fraction = args.val_fraction or 0.0
-        if not sources:
-            raise UserError("no files: name some, as in python data.py jsonl PATH... --out DIR")
-        if not args.paths:
-            print("data.py: no training text, only validation text: training files come before --val", file=sys.stderr)
-        if args.val_fraction and len(sources) == 1 and is_text(sources[0].name) and not args.split_on:
-            raise UserError(f"{sources[0].name} is one document, which --val_fraction does not divide: leave it out, "
-                            "and the end of the text is kept for validation, or add --split_on")
+        sources, origin, revision, args.tokens = own_files(args), "local files", "", 0
     else:
         if args.command == "dclm" and not args.tokens:
             raise UserError("how many tokens? for example python data.py dclm --tokens 5e9")
@@ -463,11 +423,22 @@ def prepare_text(args):
         args.tokens = int(args.tokens or 256 * 8192)
         if args.val_fraction is None:
             args.val_fraction = 5e-4 if args.command == "dclm" else 0.0
-    try:
-        Preparation(args.out, sources, args, origin, revision).run()
-    except KeyboardInterrupt:
-        print(f"\nstopped; {AGAIN}", file=sys.stderr)
-        raise
+    Preparation(args.out, sources, args, origin, revision).run()
+
+
+def own_files(args):
+    """The sources of jsonl. With --val, val_fraction is 0 if it was not given. Raises UserError."""
+    sources = local_sources(args.paths, "train") + local_sources(args.val, "val")
+    if not sources:
+        raise UserError("no files: name some, as in python data.py jsonl PATH... --out DIR")
+    if not args.paths:
+        print("data.py: no training text, only validation text: training files come before --val", file=sys.stderr)
+    if args.val:
+        args.val_fraction = args.val_fraction or 0.0
+    elif args.val_fraction and len(sources) == 1 and is_text(sources[0].name) and not args.split_on:
+        raise UserError(f"{sources[0].name} is one document, which --val_fraction does not divide: leave it out, and "
+                        "the end of the text is kept for validation, or add --split_on")
+    return sources
 
 
 def main(argv):

@@ -90,12 +90,11 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_named_by_file_and_line_and_can_be_skipped(tmp_path, monkeypatch, case):
+def test_bad_input_is_named_by_file_and_line_and_can_be_skipped(tmp_path, case):
     name, rows, damage, message = BAD[case]
     bad = write_jsonl(tmp_path / name, rows)
     if damage:
         damage(bad)
-    monkeypatch.setattr(prepare, "PART_BYTES", 1)                              # each file is a part of its own
     paths = [write_jsonl(tmp_path / "0.jsonl", documents(TEXTS)), bad,
              write_jsonl(tmp_path / "z.jsonl", documents(TEXTS))]
     with pytest.raises(UserError, match=message + ".*--skip_bad.* another --out$"):
@@ -240,12 +239,3 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path
         prepared(tmp_path / "out", [path], val_fraction=0.5)
     with pytest.raises(UserError, match="not empty.*: choose another --out$"):
         prepared(tmp_path, [path])
-
-
-def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch):
-    def stopped(*_):
-        raise KeyboardInterrupt
-    monkeypatch.setattr(prepare.Preparation, "write_tokens", stopped)
-    path = write_jsonl(tmp_path / "a.jsonl", documents(TEXTS))
-    status, _, error = script("data.py", "jsonl", path, "--tokenizer", "bytes", "--out", tmp_path / "out")
-    assert status == 130 and "run the same command again and it continues" in error
