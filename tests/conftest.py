@@ -128,16 +128,6 @@ def trained(corpus, tmp_path_factory):
     return out
 
 
-QUESTION = dict(task="piqa", id="1", context="a", choices=[" b", " c"], gold=0)
-
-
-def write_rows(path, rows):
-    """Writes questions (dicts) and ready lines (strings) as a JSONL file. Returns its path."""
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_text("".join(f"{line}\n" for line in lines), errors="surrogateescape")
-    return path
-
-
 @pytest.fixture
 def saved(tmp_path):
     """A folder with a checkpoint of a model of bytes, and the model."""
@@ -251,13 +241,6 @@ class Child:
     def printed(self):
         """What it has printed so far, to stdout and to stderr."""
         return [Path(path).read_text() for path in self.paths]
-
-    def wait_for(self, text):
-        """Waits until it has printed this to stdout."""
-        deadline = time.monotonic() + 60
-        while text not in self.printed()[0] and self.process.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert text in self.printed()[0], self.printed()
 
     def end(self, signal_number=None):
         """Sends a signal, if one is given, and waits. Returns the exit status, and what it printed to the two files."""

@@ -1,17 +1,17 @@
 """Training: exact resume, any number of processes, AdamW, weights of another block length. Tiny models and texts."""
 import contextlib
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from checkpoint import load_checkpoint
 from configurator import UserError
-from conftest import EIGHT_STEPS, ROOT, TINY, free_port, make_model, run_train as run, start_ranks
+from conftest import (EIGHT_STEPS, TINY, child_main, free_port, make_model, run_train as run, signals_put_back,
+                      start_ranks)
 from data import TokenData, prepare_stdlib
 from model import BlockDiffusionLM, ModelConfig
 from nelbo import nelbo_sums
@@ -77,11 +77,11 @@ def test_accumulation_does_not_change_the_run(corpus, tmp_path):
 
 
 def torchrun(folder, *argv):
-    """Two processes, started by torchrun itself."""
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
-                           "--master_addr=localhost", f"--master_port={free_port()}", *argv],
-                          cwd=ROOT, text=True, capture_output=True, timeout=150)
-    assert done.returncode == 0, done.stderr
+    """Two processes, started by what torchrun runs. They are forked, see `Child`."""
+    config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint=f"localhost:{free_port()}",
+                          start_method="forkserver", monitor_interval=0.1)
+    with signals_put_back():
+        elastic_launch(config, child_main)(argv, {}, [folder / "out", folder / "err"])
 
 
 def on_nodes_of_two(folder, *argv, world=4):

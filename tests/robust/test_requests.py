@@ -1,8 +1,8 @@
 """Requests to sample.py: bad ones are refused before any work, and so are saved prompts of other weights. What goes to
 stdout, and what a terminal shows."""
 import contextlib
-import io
 import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 
 import decoders
 import sample
-from checkpoint import fingerprint, load_prompt, save_checkpoint, save_prompt
+from checkpoint import fingerprint, load_prompt, save_prompt
 from configurator import UserError
 from conftest import ENGINES, generate_by, make_model, make_sampler, prompts_of, script
 from decoders import Sampler
@@ -93,7 +93,7 @@ def test_the_script_saves_a_prompt_and_goes_on_from_it_later(tmp_path):
     assert script(*start, *more)[1] == script(*start, f"--load_cache={tmp_path}/b.cache")[1] == whole
 
 
-def test_a_saved_prompt_of_other_weights_and_a_damaged_one_are_refused(tmp_path):
+def test_a_saved_prompt_of_other_weights_is_refused(tmp_path):
     path, model, prompt = str(tmp_path / "a.cache"), make_model("mamba_h", torch.float32), prompts_of(19)[0]
     mark = fingerprint(model, torch.float32)
     save_prompt(path, prompt, read(model, prompt[:16], model.new_cache(1, 16)), mark)
@@ -107,16 +107,6 @@ def test_a_saved_prompt_of_other_weights_and_a_damaged_one_are_refused(tmp_path)
             load_prompt(path, others.config, fingerprint(others, dtype))
     with pytest.raises(AssertionError, match="shorter than what the cache holds"):
         generate(model, [prompt[:9]], 8, make_sampler(model), cache=load_prompt(path, model.config, mark)[1])
-
-    whole = open(path, "rb").read()
-    flipped = bytearray(whole)
-    flipped[whole.index(b"data/0") + 200] ^= 1          # in the tensors' part of the file
-    save_checkpoint(path, model)
-    checkpoint = open(path, "rb").read()
-    for content in (whole[:len(whole) // 2], whole[:-1], flipped, checkpoint, b"", b"not a cache"):
-        open(path, "wb").write(content)
-        with pytest.raises(UserError, match="no saved prompt|saved by another model"):
-            load_prompt(path, model.config, mark)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -132,18 +122,14 @@ def run(monkeypatch, **settings):
 FULL = "vocab_size, seq_len, block_len, n_layer, n_head, d_model, attn_every = 258, 64, 64, 1, 2, 32, 1"
 BEFORE_THE_MODEL = [
     (dict(length=0), "length must be at least 1, but is 0"), (dict(seed=10 ** 23), "seed must be at most"),
-    (dict(num_samples=0), "num_samples must be at least 1, but is 0"),
     (dict(decoder="sideways"), "decoder must be one of .*, but is 'sideways'"),
-    (dict(top_p=0.0), "top_p must be above 0, but is 0.0"), (dict(threshold=1.5), "threshold must be at most 1"),
-    (dict(temperature=-1.0), "temperature must be at least 0"), (dict(top_k=-1), "top_k must be at least 0"),
-    (dict(dtype="fp16"), "dtype must be one of .*, but is 'fp16'"), (dict(engine="x"), "engine must be one of"),
-    (dict(tokens_per_step=-1), "tokens_per_step must be at least 0, but is -1"),
+    (dict(top_p=0.0), "top_p must be above 0, but is 0.0"), (dict(temperature=-1.0), "temperature must be at least 0"),
+    (dict(engine="x"), "engine must be one of"),
     (dict(prompt="hi", prompt_file="f"), "leave one out"), (dict(save_cache="{here}/ckpt.pt"), "must end in .cache"),
     (dict(prompt="caf\udce9"), "surrogates not allowed"),
     (dict(prompt_file="{here}/nope"), "nope"), (dict(prompt_file="{here}/latin"), "latin is not UTF-8 .byte 3")]
 BEFORE_THE_PROMPT = [
-    (dict(prompt="a" * 300_000), "rotary capacity"), (dict(engine="graphs", save_cache="{here}/a.cache"), "a GPU"),
-    (dict(untrained="{here}/full.py", save_cache="{here}/a.cache"), "no cache to save or load"),
+    (dict(engine="graphs", save_cache="{here}/a.cache"), "a GPU"),
     (dict(untrained="{here}/full.py", load_cache="{here}/a.cache"), "no cache to save or load"),
     (dict(untrained="{here}/v.py"), "1000 token ids, not those of its tokenizer, gpt2"),
     (dict(load_cache="{here}/nope.cache"), "no saved prompt can be read from .*nope.cache .* --save_cache"),
@@ -186,6 +172,7 @@ def test_all_settings_reach_the_generation_and_watch_prints_a_line_for_each_step
     assert (length, stop_token) == (9, 256)
     assert sampler == Sampler([7, 8], "confidence", 3, temperature=0.5, top_k=9, top_p=0.8, mask_id=257)
     printed, shown = capsys.readouterr()
+    assert "\n18 tokens in " in shown                   # without prompt and suffix
     lines = [line for line in shown.splitlines() if line.startswith("def ")]
     assert [line.count("\u2591") for line in lines] == [7, 4, 1, 0] and len(lines[0]) == 16
     first, second = printed.split("\n--- sample 2 ---\n")
@@ -196,18 +183,6 @@ def test_a_full_sequence_model_takes_16_steps_also_after_a_long_prompt(monkeypat
     (tmp_path / "full.py").write_text(FULL)
     run(monkeypatch, untrained=str(tmp_path / "full.py"), prompt="x" * 200, length=32, tokens_per_step=0)
     assert " 16 forward passes" in capsys.readouterr().err
-
-
-def test_tokens_are_counted_without_prompt_and_suffix_also_if_a_row_ends_early(monkeypatch, capsys):
-    generate = sample.generate
-
-    def ends_early(*args):                              # the second row has its end-of-text after two new tokens
-        out = generate(*args)
-        out.tokens[1] = out.tokens[1][:len("def ") + 2]
-        return out
-    monkeypatch.setattr(sample, "generate", ends_early)
-    run(monkeypatch, prompt="def ", suffix="():", length=6, num_samples=2, stop_at_eot=True)
-    assert "\n8 tokens in " in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------
@@ -228,36 +203,16 @@ def test_an_interrupt_or_an_error_loses_nothing_of_any_row(monkeypatch, capsys, 
     assert capsys.readouterr().out == "def abc\ufffd\n\n--- sample 2 ---\ndef xy\u00e9\ufffd\n"
 
 
-def test_ctrl_c_ends_the_script_with_what_it_has_and_status_130(monkeypatch):
+@pytest.mark.parametrize("number, said", [(signal.SIGINT, "sample.py: stopped\n"), (signal.SIGTERM, "")])
+def test_a_signal_ends_the_script_with_what_it_has_and_status_128_plus_its_number(monkeypatch, number, said):
+    """Ctrl-C sends SIGINT, `kill` and `timeout` SIGTERM."""
     def interrupted(model, x0, cache):                  # before the second block
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), number)
     monkeypatch.setattr(BlockDiffusionLM, "commit", interrupted)
     how = "sample.py", "--untrained=laptop", "--device=cpu", "--prompt=a", "--num_samples=2"
     status, printed, error = script(*how, "--length=99")
-    assert status == 130 and error.endswith("sample.py: stopped\n")
+    assert status == 128 + number and error.endswith(said) and "tokens/s" not in error
     assert printed == script(*how, "--length=15")[1]    # the first block
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.parametrize("full, shown", [(False, "reading the prompt:  50%"), (True, "unmasking:  75%")])
-def test_a_bar_shows_the_reading_of_a_long_prompt_and_the_steps_of_a_full_sequence_model(monkeypatch, tmp_path, capsys,
-                                                                                         full, shown):
-    """On a terminal alone, and the line is empty again before text is printed."""
-    (tmp_path / "full.py").write_text(FULL)
-    model = dict(untrained=str(tmp_path / "full.py"), length=32) if full else dict(prompt="a" * 4500)
-    monkeypatch.setitem(sample.BAR, "delay", 1e-3)
-    monkeypatch.setitem(sample.BAR, "mininterval", 0)
-    run(monkeypatch, **model)
-    assert "%" not in capsys.readouterr().err
-    both = Terminal()
-    with contextlib.redirect_stdout(both), contextlib.redirect_stderr(both):
-        run(monkeypatch, **model)
-    bar, text = both.getvalue().rsplit(shown, 1)[1].rsplit("\r", 1)
-    assert bar.endswith(" ") and text.startswith(model.get("prompt", "")) and "\x1b" not in both.getvalue()
 
 
 def test_no_cursor_codes_reach_a_terminal_that_shows_stdout_and_stderr(monkeypatch, capsys):
