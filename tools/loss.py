@@ -12,7 +12,7 @@ from configurator import script
 
 
 def read_log(path):
-    """The rows of a log.jsonl, in the order of their steps; training and validation have rows of their own. A run that
+    """The rows of a log.jsonl, in the order of their steps; of a step, training comes before validation. A run that
     resumes logs the steps after its checkpoint again: the last line of a step counts. A line that was cut off, by a
     full disk or a kill, is left out."""
     rows = {}
@@ -20,7 +20,7 @@ def read_log(path):
         for line in f:
             with contextlib.suppress(ValueError):
                 row = json.loads(line)
-                rows[row["step"], "loss" in row] = row
+                rows[row["step"], "val_loss" in row] = row
     return [rows[key] for key in sorted(rows)]
 
 

@@ -139,21 +139,18 @@ def picture(record, path):
     fig = Figure(figsize=(7.5, 4.6), layout="constrained")
     ax, (real, *rows) = fig.subplots(), record["rows"]
     for i, name in enumerate(dict.fromkeys(row["model"] for row in rows)):
-        mine = [row for row in rows if row["model"] == name]
         label, colour = MODELS.get(model_in(name), (name, f"C{i}"))
-        ax.errorbar([row["tok_per_s"] for row in mine], [row["bpb"] for row in mine],
-                    yerr=[row["bpb_se"] for row in mine], fmt="o", ms=4, capsize=2, color=colour, label=label)
-        places, side = {}, -1 if i % 2 else 1
-        for row in mine:                                # points that coincide share a label
-            places.setdefault((round(math.log10(row["tok_per_s"]), 1), round(row["bpb"], 1)), []).append(row)
-        for same in places.values():                    # above and right, or below and left, of the error bar
-            row, label = same[0], "\n".join(row["decoder"] for row in same)
-            ax.annotate(label, (row["tok_per_s"], row["bpb"] + side * row["bpb_se"]), (-4 * side, 3 * side),
-                        textcoords="offset points", fontsize=7, color=colour, ha="right" if i % 2 else "left",
-                        va="top" if i % 2 else "bottom")
-    ax.axhline(real["bpb"], color="0.5", ls="--", lw=1)
-    ax.annotate("real text", (0.01, real["bpb"]), (0, 3), xycoords=("axes fraction", "data"),
-                textcoords="offset points", color="0.4", fontsize=8)
+        places = {}
+        for row in [row for row in rows if row["model"] == name]:              # points that coincide share a label
+            ax.errorbar(row["tok_per_s"], row["bpb"], yerr=row["bpb_se"], fmt="o", ms=4, capsize=2, color=colour)
+            at = round(math.log10(row["tok_per_s"]), 1), round(row["bpb"], 1)
+            places.setdefault(at, []).append(row)
+        for row, *others in places.values():
+            ax.annotate("\n".join([row["decoder"], *(other["decoder"] for other in others)]),
+                        (row["tok_per_s"], row["bpb"]), (-5, 3) if i % 2 else (5, -3), color=colour, fontsize=7,
+                        textcoords="offset points", ha="right" if i % 2 else "left", va="bottom" if i % 2 else "top")
+        ax.plot([], [], "o", color=colour, label=label)
+    ax.axhline(real["bpb"], color="0.5", ls="--", lw=1, label="real text")
     ax.set(xscale="log", xlabel=f"tokens/s, {record['settings']['prompts']} rows in a batch",
            ylabel="bits per byte under the judge")
     ax.margins(0.15, 0.1)

@@ -34,6 +34,7 @@ from configurator import UserError, check, configure, script, settings_of, tqdm
 from data import TokenData, prepare_stdlib
 from paper import MODELS, kind_of
 from parallel import ROOT, hardware, pick_device
+from tools.loss import read_log
 
 # ----------------------------------------------------------------------------------------------
 # Settings
@@ -84,15 +85,8 @@ class Run:
         return os.path.join(self.folder, name)
 
     def log(self):
-        """The rows of log.jsonl so far. A resumed run logs steps again: the last row counts. A full disk can leave half
-        a line: it is skipped."""
-        rows = {}
-        with contextlib.suppress(FileNotFoundError), open(self.path("log.jsonl")) as f:
-            for line in f:
-                with contextlib.suppress(json.JSONDecodeError):
-                    row = json.loads(line)
-                    rows[row["step"], "val_loss" in row] = row
-        return [rows[key] for key in sorted(rows)]
+        """The rows of log.jsonl so far, see `read_log`."""
+        return read_log(self.path("log.jsonl")) if os.path.exists(self.path("log.jsonl")) else []
 
     def trained(self):
         """Whether the training has ended: its last checkpoint is saved before the last validation is logged."""
@@ -288,69 +282,62 @@ def differences(results):
     return rows
 
 
-def curves(ax, groups, looks, x_of, names):
-    """Draws the validation loss (solid) of every run of the groups, and the training loss (dotted) of the first, over
-    x_of(run, step). names: whether to write each group's name at the end of its first curve."""
-    ends = []
+def curves(ax, groups, looks):
+    """Draws the validation loss (solid) of every run of the groups over its tokens, and the training loss (dotted) of
+    the first."""
     for runs in groups:
         name, colour = looks[runs[0]["base"]]
         for i, r in enumerate(runs):
-            x, val = [x_of(r, p["step"]) for p in r["points"]], [p["val"] for p in r["points"]]
-            ax.plot(x, val, color=colour, lw=0.8 if i else 1.8)
+            tokens = [p["step"] * r["tokens"] / r["steps"] / 1e6 for p in r["points"]]
+            ax.plot(tokens, [p["val"] for p in r["points"]], color=colour, lw=0.8 if i else 1.8,
+                    label=None if i else name)
             if not i:
-                ax.plot(x, [p["train"] for p in r["points"]], color=colour, lw=0.8, ls=":")
-                ends += [(val[-1], x[-1], name, colour)] if x else []
-    bottom, top = ax.get_ylim()
-    at = -math.inf
-    for val, x, name, colour in sorted(ends) if names else []:      # moved up where they would overlap
-        at = max(val, at + 0.05 * (top - bottom))
-        ax.annotate(name, (x, at), (6, 0), textcoords="offset points", color=colour, va="center")
-    ax.set_ylabel("NELBO, nats per token")
+                ax.plot(tokens, [p["train"] for p in r["points"]], color=colour, lw=0.8, ls=":")
+    ax.set_title("validation (solid), training (dotted); thick: first seed", fontsize=10)
+    ax.set(xlabel="million tokens", ylabel="NELBO, nats per token")
+    ax.legend(frameon=False, fontsize=8)
 
 
 def perplexities(ax, evaluated, looks):
     """Draws the perplexity of every run of the groups `evaluated`, {name: runs}, with its standard error."""
-    from matplotlib.ticker import LogLocator
     for i, runs in enumerate(reversed(evaluated.values())):
         for j, r in enumerate(r for r in runs if r.get("eval")):
             ax.errorbar(r["eval"]["ppl"], i, xerr=r["eval"]["ppl_se"], fmt="o", color=looks[r["base"]][1], ms=5,
                         capsize=3, mfc="none" if j else None)
     ax.set_yticks(range(len(evaluated)), [*reversed(evaluated)])
-    ax.set(xscale="log", xlabel="validation perplexity ± standard error; filled: first seed")
-    ax.xaxis.set_minor_locator(LogLocator(subs=(1.5, 2, 3, 5, 7)))
-    ax.xaxis.set_major_formatter("{x:.0f}")
-    ax.xaxis.set_minor_formatter("{x:.0f}")
-    ax.grid(axis="x", which="both", color="0.9")
+    ax.set(xlabel="validation perplexity ± standard error; filled: first seed")
+    ax.grid(axis="x", color="0.9")
+
+
+def looks_of(results):
+    """{base: (name, colour)}: those of the paper's model where only one base is that model."""
+    kinds = {r["base"]: model_in(r["base"]) for r in results}
+    looks = {}
+    for i, (base, kind) in enumerate(kinds.items()):
+        name, colour = MODELS.get(kind, (base, f"C{i}"))
+        looks[base] = (name if list(kinds.values()).count(kind) == 1 else base, colour)
+    return looks
 
 
 def picture(results, path):
     """
-    Draws losses over tokens and over time. Each base shows its best run among those with the fewest settings, and the
-    runs of the same name but another seed, or of another file. Below, the perplexity of evaluated runs, ± its standard
-    error. The first run of a name is drawn thick and filled, the others thin and hollow.
+    Draws losses over tokens. Each base shows its best run among those with the fewest settings, and the runs of the
+    same name but another seed, or of another file. Below, the perplexity of evaluated runs, ± its standard error. The
+    first run of a name is drawn thick and filled, the others thin and hollow.
     """
     from matplotlib.figure import Figure
-    kinds, groups = {r["base"]: model_in(r["base"]) for r in results}, {}
-    looks = {base: MODELS[kind] if list(kinds.values()).count(kind) == 1 and kind else (
-        base, MODELS[kind][1] if kind else f"C{i}") for i, (base, kind) in enumerate(kinds.items())}
+    looks, groups, n_settings = looks_of(results), {}, lambda r: len(without_seed(r["name"]).split())
     for r in results:
         groups.setdefault(without_seed(r["name"]), []).append(r)
-    n_settings = lambda r: len(without_seed(r["name"]).split())
     fewest = [r for r in results if n_settings(r) == min(n_settings(o) for o in results if o["base"] == r["base"])]
-    main_groups = [groups[without_seed(r["name"])] for r in best_of(fewest).values()]
-    axes = {"million tokens": lambda r, step: step * r["tokens"] / r["steps"] / 1e6}
-    if all(r.get("tok_per_s") for r in results):
-        axes["minutes of training"] = lambda r, step: step * r["tokens"] / r["steps"] / r["tok_per_s"] / 60
     evaluated = {name: runs for name, runs in groups.items() if any(r.get("eval") for r in runs)}
     heights = [4.4, 0.8 + 0.25 * len(evaluated)] if evaluated else [4.4]                   # inches
-    fig = Figure(figsize=(5.5 * len(axes), sum(heights)), layout="constrained")
-    top, *rest = fig.subfigures(len(heights), height_ratios=heights, squeeze=False).flat
-    top.suptitle("validation (solid), training (dotted); thick: first seed", fontsize=10)
-    for i, (ax, (label, x_of)) in enumerate(zip(top.subplots(1, len(axes), squeeze=False).flat, axes.items())):
-        curves(ax, main_groups, looks, x_of, names=i == 0)
-        ax.set_xlabel(label)
-    if evaluated:
-        perplexities(rest[0].subplots(), evaluated, looks)
+    fig = Figure(figsize=(8, sum(heights)), layout="constrained")
+    panels = fig.subfigures(len(heights), height_ratios=heights, squeeze=False).flat
+    top, *below = (panel.subplots() for panel in panels)
+    curves(top, [groups[without_seed(r["name"])] for r in best_of(fewest).values()], looks)
+    for ax in below:
+        perplexities(ax, evaluated, looks)
     for ax in fig.axes:
         ax.spines[["top", "right"]].set_visible(False)
     fig.savefig(path, dpi=130)
