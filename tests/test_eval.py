@@ -173,7 +173,7 @@ def test_a_score_is_the_sum_of_the_log_p_of_tokens_masked_alone(name, time_condi
                  for i, token in enumerate(answer)) for context, answer in pairs]
     whole = score_pairs(model, pairs, 4096, one_rank())
     np.testing.assert_allclose(whole[0], exact, rtol=1e-6)
-    np.testing.assert_allclose(score_pairs(model, pairs, 1, one_rank()), whole)
+    np.testing.assert_allclose(score_pairs(model, pairs[2:5], 1, one_rank()), whole[:, 2:5])
     np.testing.assert_allclose(sum(score_pairs(model, pairs, 50, one_rank(r, 2)) for r in (0, 1)), whole)
 
 

@@ -15,11 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import (check_out, load_checkpoint, load_model, load_prompt, lock, save_checkpoint, save_prompt,
-                        write_file)
+from checkpoint import load_checkpoint, load_model, load_prompt, lock, save_checkpoint, save_prompt, write_file
 from configurator import UserError
 from conftest import EIGHT_STEPS, ROOT, TINY, Child, free_port, make_model, run_train, script, start_ranks
-from data import TokenData
 from parallel import Parallel, ShardedAdamW
 from tools.export import export
 from tools.loss import read_log
@@ -134,16 +132,6 @@ def test_a_lost_process_ends_the_others_with_a_sentence(corpus, tmp_path):
     assert load_checkpoint(path)["step"] >= 2
 
 
-def test_what_the_last_lines_need_is_missed_before_the_first_step(corpus, tmp_path, monkeypatch):
-    """The bytes of GPT-2 tokens need GPT-2's files, which a machine without a network may lack."""
-    def missing(*_):
-        raise UserError("GPT-2's BPE files cannot be downloaded")
-    monkeypatch.setattr(TokenData, "sequence_bytes", missing)
-    with pytest.raises(UserError, match="BPE"):
-        run_train([*TINY, f"--data={corpus}", f"--out_dir={tmp_path}"])
-    assert (tmp_path / "log.jsonl").read_text() == ""
-
-
 @pytest.mark.parametrize("broken", ["stdout", pytest.param("log.jsonl", marks=pytest.mark.skipif(
     not os.path.exists("/dev/full"), reason="no /dev/full on this system"))])
 def test_if_stdout_or_the_log_cannot_be_written_training_saves_and_ends_in_a_sentence(corpus, tmp_path, broken):
@@ -231,13 +219,6 @@ def test_a_written_file_follows_no_planted_link(tmp_path):
         write_file(tmp_path / name, "new")
         assert not (tmp_path / name).is_symlink() and (tmp_path / name).read_text() == "new"
     assert victim.read_text() == "kept" and sorted(os.listdir(tmp_path)) == ["a", "b", "victim"]
-
-
-def test_an_output_is_named_by_its_kind():
-    check_out("out", "", ".json")
-    check_out("figure", "a/b.svg", ".png", ".svg")
-    with pytest.raises(UserError, match="figure must end in .png or .svg, but is out/ckpt.pt"):
-        check_out("figure", "out/ckpt.pt", ".png", ".svg")
 
 
 # ----------------------------------------------------------------------------------------------

@@ -50,10 +50,10 @@ def test_logits_of_all_positions_are_made_for_a_few_at_a_time(monkeypatch, decod
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_row_ends_at_its_first_end_of_text(engine):
-    """Every generated token serves as the end once. Some occur several times in a block."""
+    """Every token of a block serves as the end once. Some occur several times in a block."""
     model, prompts = make_model("mamba_h", torch.float32), prompts_of(4, 13)
     free = generate_by(engine, model, prompts, 24, make_sampler(model, 2)).tokens
-    for stop in set(free[0][4:].tolist()):
+    for stop in set(free[0][8:16].tolist()):
         out = generate_by(engine, model, prompts, 24, make_sampler(model, 2), stop_token=stop).tokens
         for row, whole, prompt in zip(out, free, prompts):
             hits = (whole[len(prompt):] == stop).nonzero()
@@ -72,13 +72,6 @@ def test_equal_prompts_are_read_once():
     assert sizes[:4] == [(1, 16), (1, 8), (1, 16), (5, 8)] and all(map(torch.equal, rows, alone))
 
 
-def test_no_call_takes_more_tokens_than_a_chunk_whatever_the_number_of_rows():
-    model, sizes = make_model("mamba_h", torch.float32), []
-    model.embed.register_forward_pre_hook(lambda module, inputs: sizes.append(inputs[0].numel()))
-    model.prefill(torch.randint(0, 22, (6, 64)), model.new_cache(6, 64), chunk_tokens=100)
-    assert max(sizes) == 6 * 16 <= 100 and sum(sizes) == 6 * 64
-
-
 # ----------------------------------------------------------------------------------------------
 # Saved prompts
 
@@ -88,9 +81,8 @@ def test_the_script_saves_a_prompt_and_goes_on_from_it_later(tmp_path):
     status, first, error = script(*start, f"--prompt={prompt}", f"--save_cache={tmp_path}/a.cache")
     assert status == 0 and first.startswith(prompt), error
     assert script(*start, f"--load_cache={tmp_path}/a.cache")[:2] == (0, first)
-    more = f"--load_cache={tmp_path}/a.cache", "--prompt= and more, saved with it", f"--save_cache={tmp_path}/b.cache"
-    whole = script(*start, f"--prompt={prompt} and more, saved with it")[1]
-    assert script(*start, *more)[1] == script(*start, f"--load_cache={tmp_path}/b.cache")[1] == whole
+    more = script(*start, f"--load_cache={tmp_path}/a.cache", "--prompt= and more")
+    assert more[:2] == script(*start, f"--prompt={prompt} and more")[:2]
 
 
 def test_a_saved_prompt_of_other_weights_is_refused(tmp_path):
@@ -132,8 +124,7 @@ BEFORE_THE_PROMPT = [
     (dict(engine="graphs", save_cache="{here}/a.cache"), "a GPU"),
     (dict(untrained="{here}/full.py", load_cache="{here}/a.cache"), "no cache to save or load"),
     (dict(untrained="{here}/v.py"), "1000 token ids, not those of its tokenizer, gpt2"),
-    (dict(load_cache="{here}/nope.cache"), "no saved prompt can be read from .*nope.cache .* --save_cache"),
-    (dict(suffix="a suffix of many characters"), "shorten one")]
+    (dict(load_cache="{here}/nope.cache"), "no saved prompt can be read from .*nope.cache .* --save_cache")]
 
 
 @pytest.mark.parametrize("settings, message", BEFORE_THE_MODEL + BEFORE_THE_PROMPT)

@@ -69,9 +69,8 @@ def test_config_files_compute_and_flags_after_them_win(tmp_path):
 
 
 @pytest.mark.parametrize("content, message", [
-    (b"max_iter = 5", "did you mean max_iters"), (b"max_iter = None", "did you mean max_iters"),
-    (b"max_iters = 'x'", "takes a whole number"), (b"1 / 0", "ZeroDivisionError"), (b"max_iters =", "SyntaxError"),
-    (b"\xff\xfe\x00", "failed"), (b"import sys; sys.exit(0)", "failed")])
+    (b"max_iter = None", "did you mean max_iters"), (b"max_iters = 'x'", "takes a whole number"),
+    (b"1 / 0", "ZeroDivisionError"), (b"max_iters =", "SyntaxError"), (b"import sys; sys.exit(0)", "failed")])
 def test_mistakes_in_files_name_the_file(tmp_path, content, message):
     (tmp_path / "c.py").write_bytes(content)
     with pytest.raises(UserError, match=rf"c\.py.*{message}"):
@@ -82,11 +81,9 @@ def test_a_config_file_of_the_repository_is_found_from_any_folder_and_by_its_nam
     monkeypatch.chdir(tmp_path)
     here = config_from_file(str(ROOT / "config" / "laptop.py"))
     assert here == config_from_file("laptop") == config_from_file("config/laptop.py") and here.seq_len == 256
-    for text, message in (("d_model = 'wide'", "d_model takes a whole number"),
-                          ("n_layers = 7", "there is no setting 'n_layers'; did you mean n_layer")):
-        (tmp_path / "mine.py").write_text(text)
-        with pytest.raises(UserError, match=f"mine.py: {message}"):
-            config_from_file("mine.py")
+    (tmp_path / "mine.py").write_text("n_layers = 7")
+    with pytest.raises(UserError, match="mine.py: there is no setting 'n_layers'; did you mean n_layer"):
+        config_from_file("mine.py")
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["--resume", "-h"], ["--max_iters=100", "--help", "--nonsense"]])
@@ -142,7 +139,7 @@ def test_a_character_that_the_output_lacks_is_a_question_mark(encoding, shown):
     (dict(seq_len=100), "seq_len is 100, but must be a multiple of block_len = 16"),
     (dict(n_head=5), r"d_model is 64, but must be a multiple of 2 \* n_head = 10"),
     (dict(mamba_head_dim=48), r"mamba_expand \* d_model is 128, but must be a multiple of mamba_head_dim = 48"),
-    (dict(block_len=0), "block_len must be above 0, but is 0"), (dict(n_layer=-1), "n_layer must be above 0")])
+    (dict(block_len=0), "block_len must be above 0, but is 0")])
 def test_shapes_that_cannot_work_are_refused_in_a_sentence(change, message):
     shape = dict(seq_len=64, block_len=16, d_model=64, n_head=4, mamba_head_dim=32)
     with pytest.raises(UserError, match=message):
@@ -152,15 +149,13 @@ def test_shapes_that_cannot_work_are_refused_in_a_sentence(change, message):
         assert BlockDiffusionLM(ModelConfig(**shape))(torch.zeros(2, 64, dtype=torch.long)).isfinite()
 
 
-def test_requests_beyond_a_cache_or_the_rotary_capacity_are_refused_in_a_sentence():
+def test_a_cache_refuses_half_blocks_and_what_is_beyond_its_length_in_a_sentence():
     model = make_model("mamba_h")
     cache = model.new_cache(1, 16)
     for tokens, message in ((12, "12 tokens are not whole blocks of block_len 8; choose a .*, such as 16$"),
                             (24, "cannot take 24 more; make it with a larger max_len")):
         with pytest.raises(UserError, match=message):
             model.prefill(torch.zeros(1, tokens, dtype=torch.long), cache)
-    with pytest.raises(UserError, match="rotary capacity"):
-        model.new_cache(1, 262_145)
 
 
 @pytest.mark.parametrize("argv, message", [
@@ -215,10 +210,16 @@ def test_a_gpu_before_ampere_runs_the_plain_operations_in_fp32(monkeypatch):
         select_kernels("mamba_ssm", "cuda")
 
 
-@pytest.mark.parametrize("name, argv, message", [
-    ("train.py", ["--out_dir={tmp}/new", "--data={tmp}/none"], "none"),
-    ("sample.py", ["--out_dir={tmp}/none"], "make one with python train.py"),
-    ("sample.py", ["--untrained=lptop"], "config file lptop does not exist")])
-def test_scripts_answer_bad_input_with_one_sentence_and_a_non_zero_exit(tmp_path, name, argv, message):
-    status, _, error = script(name, *(word.format(tmp=tmp_path) for word in argv))
-    assert status == 1 and message in error.splitlines()[-1]
+@pytest.mark.parametrize("command, message", [
+    ("train.py --out_dir={tmp}/new --data={tmp}/none", "none holds no prepared text: run python data.py"),
+    ("sample.py --out_dir={tmp}/none", "make one with python train.py"),
+    ("sample.py --untrained=lptop", "config file lptop does not exist"),
+    ("eval.py --checkpoint={good} --data={data} --seq_len=33", "whole blocks of block_len 8"),
+    ("eval.py --checkpoint={tmp}/nowhere", "no checkpoint can be read from"),
+    ("eval.py --checkpoint={good} --data={tmp}/nowhere", "holds no prepared text"),
+    ("eval.py --out={tmp}/ckpt.pt", "out must end in .json, but is")])
+def test_a_mistake_is_one_sentence_and_a_non_zero_exit(saved, corpus, tmp_path, command, message):
+    command = command.format(good=saved[0], data=corpus, tmp=tmp_path).split()
+    status, _, error = script(*command, "--device=cpu")
+    last = error.splitlines()[-1]
+    assert status == 1 and last.startswith(command[0]) and message in last
