@@ -151,6 +151,8 @@ def module_of(name):
 @contextlib.contextmanager
 def signals_put_back():
     handlers = [signal.getsignal(s) for s in SIGNALS]
+    signal.signal(signal.SIGINT, signal.default_int_handler)        # a background shell ignores it, and nohup the next
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         yield
     finally:
