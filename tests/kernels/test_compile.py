@@ -28,7 +28,7 @@ def launch_by_compiling(capability, compiled):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
-    dtypes = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "int64": "i64"}
+    dtypes = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "int32": "i32", "int64": "i64"}
 
     def divisible(value):
         return isinstance(value, int) and value % 16 == 0 or hasattr(value, "dtype")
