@@ -77,18 +77,20 @@ TUNE = {
     "after": dict(q=64, num_warps=8, num_stages=3),
     "before": dict(q=64, num_warps=4, num_stages=3),
 }
-def settings(kernel, x):
-    """The launch settings of a kernel for x (..., p): TUNE, with exceptions for head dimensions, dtypes and GPUs."""
+def settings(kernel, x, l=64):
+    """The launch settings of a kernel for x (..., p) in rows of l tokens: TUNE, with exceptions for head dimensions,
+    dtypes and GPUs. A tile is not longer than a row, but has at least the 16 positions that tensor cores want."""
     how = TUNE[kernel]
+    how = how | dict(q=min(how["q"], max(16, triton.next_power_of_2(l))))
     # On an H200 with Triton 3.6, y was wrong with q = 64 at head dimensions 16 and 32.
     if kernel in ("forward", "block", "blocks") and x.shape[-1] != 64:
-        how = how | dict(q=32)
+        how = how | dict(q=min(how["q"], 32))
     if not x.is_cuda:
         return how
     if x.dtype == torch.float32:  # exact fp32 products keep their operands in registers
         return dict(q=16, num_warps=8, num_stages=1, maxnreg=255)
     if torch.cuda.get_device_capability(x.device)[0] < 9:  # without maxnreg, ptxas spills all registers to memory
-        return how | dict(q=32, num_stages=1 if kernel == "after" else 2, maxnreg=255)
+        return how | dict(q=min(how["q"], 32), num_stages=1 if kernel == "after" else 2, maxnreg=255)
     return how
 
 
@@ -481,7 +483,7 @@ class StepSizes:
     def log_decays(self, x):
         """The log decay over each whole row of the sequences x (b, s, h, p). -> (b, rows of a sequence, h). It uses the
         chunk length of walk_kernel, whose buffer is made anyway."""
-        a = self.of(settings("walk", x)["q"])[1, :, :, -1]  # (r chunks, h): a_q of every chunk
+        a = self.of(settings("walk", x, self.dt.shape[1])["q"])[1, :, :, -1]  # (r chunks, h): a_q of every chunk
         a = a.unflatten(0, (len(self.dt), -1)).sum(1) / LOG2E.value  # (r, h), in natural units
         return a.view(len(x), -1, x.shape[2])
 
@@ -489,7 +491,7 @@ class StepSizes:
 def walk(x, steps, B, s0=None, states=None, final=None, q=None, adjoint=False):
     """Runs walk_kernel, see its docstring, for x (r, l, h, p) and B (r, l, n). q: the chunk length, if `states` must be
     those of another kernel's chunks."""
-    (r, l, h, p), how = x.shape, settings("walk", x) | (dict(q=q) if q else {})
+    (r, l, h, p), how = x.shape, settings("walk", x, x.shape[1]) | (dict(q=q) if q else {})
     walk_kernel[(r * h,)](
         x, steps.of(how["q"]), B, s0, states, final, l, h, *strides(x, 3), *strides(B, 2),
         *state_view(s0), n=B.shape[-1], p=p, ADJOINT=adjoint, **how)
@@ -504,7 +506,7 @@ def room_for_final(x, B, wanted):
 
 def rows_forward(x, steps, B, C, D, s0, return_final=False):
     """`ssd_rows` without gradients. steps: StepSizes. -> y, and the last states, which are empty unless return_final"""
-    (r, l, h, p), how = x.shape, settings("forward", x)
+    (r, l, h, p), how = x.shape, settings("forward", x, x.shape[1])
     y, final = x.new_empty(x.shape), room_for_final(x, B, return_final)
     forward_kernel[(r * h,)](
         x, steps.of(how["q"]), B, C, D, s0, y, final if return_final else None, l, h, *strides(x, 3), *strides(B, 2),
@@ -516,7 +518,7 @@ def rows_backward(dx, ddt, dB, dC, ds0, dy, x, steps, B, C, D, s0, dfinal=None):
     """Writes into dx, ddt, dB and dC, and into ds0 unless that is None. Of dx, dB and dC the last axis must be
     contiguous; ddt may have any strides. dfinal, the gradient of the last states, has a form of s0, see `state_view`.
     -> dA, dD and, if steps has a bias, its gradient"""
-    (r, l, h, p), n, q = x.shape, B.shape[-1], settings("after", x)["q"]
+    (r, l, h, p), n, q = x.shape, B.shape[-1], settings("after", x, x.shape[1])["q"]
     dy, chunks = rowwise(dy), triton.cdiv(l, q)
     S = x.new_empty(r, chunks, h, n, p)  # the state before each chunk, in the dtype of x
     G = torch.empty_like(S)  # the gradient of the state after each chunk
@@ -527,10 +529,10 @@ def rows_backward(dx, ddt, dB, dC, ds0, dy, x, steps, B, C, D, s0, dfinal=None):
     after_kernel[r * chunks,](
         x, steps.of(q), B, C, D, dy, G, dx, sums, kvs, dB, l, h, *strides(x, 3), *strides(B, 2),
         *strides(C, 2), *strides(dy, 3), *strides(dx, 3), *strides(dB, 2), n=n, p=p,
-        **settings("after", x))
+        **settings("after", x, l))
     before_kernel[r * chunks,](
         steps.of(q), B, C, dy, S, G, sums[4], tail, kvs, dC, l, h, *strides(B, 2), *strides(C, 2),
-        *strides(dy, 3), *strides(dC, 2), n=n, p=p, **settings("before", x))
+        *strides(dy, 3), *strides(dC, 2), n=n, p=p, **settings("before", x, l))
     decays_kernel[r * chunks,](
         sums, tail, steps.of(q), steps.A, ddt, dA, dD, None if steps.bias is None else dbias, l, h,
         *ddt.stride(), q=q, H=triton.next_power_of_2(h))

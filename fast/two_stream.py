@@ -13,7 +13,7 @@ import warnings
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.torch_version import TorchVersion
 
 import ops
@@ -45,28 +45,30 @@ def hopper(device):
 
 def two_stream_masks(s, block_len, device):
     """Returns (mask of all queries, mask of noisy queries, whether FlashAttention-4 may run). The masks are BlockMasks,
-    or None for a single block. The plain function runs if TILE does not divide block_len."""
-    if block_len % TILE:
-        return ops.two_stream_masks.plain(s, block_len, device)
+    or None for a single block."""
     masks = (None, None) if s == block_len else block_masks(s, block_len, device)
-    return *masks, has_flash() and hopper(device)
+    return *masks, block_len % TILE == 0 and has_flash() and hopper(device)
 
 
 @functools.lru_cache(maxsize=8)
 def block_masks(s, block_len, device):
-    """BlockMasks of all queries and of noisy queries, built from tile indices: no mask of (2 s)^2 positions exists."""
+    """BlockMasks of all queries and of noisy queries. If TILE divides block_len, they are built from tile indices: no
+    mask of (2 s)^2 positions exists. Else some tiles are partly visible, and FlexAttention asks the rule for each
+    position of these."""
     n_clean = s - block_len
     tiles = torch.arange((n_clean + s) // TILE, device=device) * TILE
 
     def block_mask(first):                              # for the queries from position `first` on
+        def mask_mod(b, h, q, kv):
+            return ops.two_stream_rule(q + first, kv, block_len, n_clean)
+        lengths = n_clean + s - first, n_clean + s
+        if block_len % TILE:
+            return create_block_mask(mask_mod, None, None, *lengths, device=device)
         seen = ops.two_stream_rule(tiles[first // TILE:, None], tiles, block_len, n_clean)
         count = seen.sum(1, dtype=torch.int32)[None, None]                     # (1, 1, query tiles)
         index = seen.int().argsort(dim=1, descending=True, stable=True).int()[None, None]
-
-        def mask_mod(b, h, q, kv):
-            return ops.two_stream_rule(q + first, kv, block_len, n_clean)
         return BlockMask.from_kv_blocks(torch.zeros_like(count), index, count, index, TILE, mask_mod,
-                                        seq_lengths=(n_clean + s - first, n_clean + s))
+                                        seq_lengths=lengths)
     return block_mask(0), block_mask(n_clean)
 
 

@@ -81,14 +81,17 @@ def test_fast_paths_equal_the_plain_twins_in_value_and_gradient(name, time):
 
 
 @pytest.mark.parametrize("e", [52, 56, 64])
-@pytest.mark.parametrize("blocks, last", [(3, False), (3, True), (1, False), (32, False), (32, True)])
+@pytest.mark.parametrize("l, blocks, last", [
+    (256, 3, False), (256, 3, True), (256, 1, False), (256, 32, False), (256, 32, True), (16, 64, False), (16, 61, True)])
 @pytest.mark.parametrize("flash", [True, False], ids=["flash-attn-4", "triton"])
-def test_attention_in_training_equals_the_masked_one(monkeypatch, flash, blocks, last, e):
+def test_attention_in_training_equals_the_masked_one(monkeypatch, flash, l, blocks, last, e):
     """Values and gradients in bf16, from and to the layouts of model.Attention."""
+    if flash and l % two_stream.TILE:
+        pytest.skip("flash-attn-4 runs for blocks of whole tiles")
     if flash and not (two_stream.has_flash() and two_stream.hopper("cuda")):
         pytest.skip("needs flash-attn-4 on Hopper: pip install -r requirements-gpu.txt")
     monkeypatch.setattr(two_stream, "has_flash", lambda: flash)
-    l, (b, h) = 256, (2, 3) if blocks < 32 else (1, 1)         # 32 blocks: 8192 tokens, as the 87M models train on
+    b, h = (2, 3) if l * blocks < 8192 else (1, 1)             # 8192 tokens, as the 87M models train on
     s = blocks * l
     torch.manual_seed(0)
     clean, noisy = ([torch.randn(b, n, h, e, device="cuda").bfloat16() for _ in range(3)] for n in (s - l, s))

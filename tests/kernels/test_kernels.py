@@ -105,7 +105,7 @@ MANY = (32, 200, 2) if GPU else (1, 130, 1)
 @DTYPES
 @pytest.mark.parametrize("r, s, h, p, n, start", [
     (2, 128, 2, 32, 64, True), (1, 100, 3, 16, 64, False), (1, 7, 1, 64, 128, True),
-    *((*MANY, p, n, True) for p, n in ((64, 64), (64, 128), (64, 256), (32, 128), (16, 16)))])
+    (40, 16, 6, 64, 32, True), (2, 32, 2, 64, 64, True), *((*MANY, p, n, True) for p, n in ((64, 64), (64, 128), (64, 256), (32, 128), (16, 16)))])
 def test_scan_kernels_equal_the_loop_with_all_gradients(r, s, h, p, n, start, dtype):
     compare(scan_kernels, scan_loop, scan_inputs(r, s, h, p, n, dtype, start), LIMIT[dtype])
 
@@ -215,28 +215,27 @@ def test_convolution_refuses_a_row_beyond_its_32_bit_offsets():
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_masks_of_tiles_show_what_the_masked_attention_shows(monkeypatch):
-    """FlexAttention, not compiled, with masks of tiles. Blocks that are not whole tiles get the plain masks."""
+    """FlexAttention, not compiled. Tiles of 128 tokens lie inside blocks of 128 and hold several blocks of 16."""
     monkeypatch.setattr(two_stream, "flex", two_stream.flex_attention)
     monkeypatch.setattr(two_stream, "TRITON", None)
-    streams = [[randn(1, 2, n, 16) for _ in range(3)] for n in (256, 384)]
-    masks = two_stream.two_stream_masks(384, 128, torch.device(DEVICE))
-    for clean in (streams[0], [None, *streams[0][1:]]):
-        want = ops.two_stream_attention(clean, streams[1], ops.two_stream_masks(384, 128, DEVICE))
-        for got, exact in zip(two_stream.two_stream_attention(clean, streams[1], masks), want):
-            assert got is exact is None or error(got, exact.double()) < 1e-5
-    masks = two_stream.two_stream_masks(48, 16, DEVICE)
-    assert all(torch.equal(a, b) for a, b in zip(masks, ops.two_stream_masks(48, 16, DEVICE)))
+    for s, l in ((384, 128), (176, 16)):
+        streams = [[randn(1, 2, n, 16) for _ in range(3)] for n in (s - l, s)]
+        masks = two_stream.two_stream_masks(s, l, torch.device(DEVICE))
+        for clean in (streams[0], [None, *streams[0][1:]]):
+            want = ops.two_stream_attention(clean, streams[1], ops.two_stream_masks(s, l, DEVICE))
+            for got, exact in zip(two_stream.two_stream_attention(clean, streams[1], masks), want):
+                assert got is exact is None or error(got, exact.double()) < 1e-5
 
 
 @pytest.mark.parametrize("changed, backend", [
     ({}, "FLASH"), (dict(installed=False), "TRITON"), (dict(capability=(8, 9)), "TRITON"),
     (dict(capability=(10, 0)), "TRITON"), (dict(capability=(12, 0)), "TRITON"),
-    (dict(device="cpu"), "TRITON"), (dict(dtype=torch.float32), "TRITON"), (dict(l=192), "plain"),
+    (dict(device="cpu"), "TRITON"), (dict(dtype=torch.float32), "TRITON"), (dict(l=192), "TRITON"),
     (dict(blocks=1), "FLASH"), (dict(blocks=1, installed=False), "plain"), (dict(e=52), "FLASH"),
     (dict(e=56), "FLASH"), (dict(e=52, installed=False), "TRITON")])
 def test_flash_attention_4_runs_where_it_can(monkeypatch, changed, backend):
     """Where it is installed, on Hopper, in 16 bits, for blocks of whole tiles. Elsewhere FlexAttention's own
-    kernels; for other blocks, and for a single one without it, SDPA. It takes head dimensions that 8 divides."""
+    kernels; for a single block without it, SDPA. It takes head dimensions that 8 divides."""
     case = dict(installed=True, capability=(9, 0), device="cuda", dtype=torch.bfloat16, l=128, blocks=3, e=64) | changed
     calls, s, e = [], case["blocks"] * case["l"], case["e"]
 
@@ -418,6 +417,7 @@ def mixer_inputs(s, dtype, r, given):
     (64, 32, 32, 2, False, True),                       # the clean stream: a state for every block
     (64, 32, None, 2, False, False),                    # a full sequence: many rows, no states
     (64, 16, 32, 1, True, True),                        # blocks of two rows, from given states
+    (64, 16, 16, 2, True, True),                        # blocks of one row, shorter than other tiles
     (96, 32, 48, 1, False, True),                       # blocks that are not whole rows of 32
     (200, 100, 100, 1, True, True),                     # rows of several chunks, the last one ragged
 ])
