@@ -20,7 +20,7 @@ from torch import Tensor
 import fast.scan as scan
 import ops
 from fast.conv import causal_conv_forward, conv_backward_into
-from fast.states import in_rows, row_states, scan_backward
+from fast.states import in_rows, scan_backward, scan_forward
 from fast.triton_tools import like, operator, rowwise, sigmoid, statewise
 from model import Mamba2
 from ops import EPS
@@ -160,31 +160,14 @@ def mixer_forward(
     the states before every row and at the end (b, s / row + 1, h, p, n), empty for one row without block_len;
     the convolution states at block boundaries (b, s / block_len + 1, w - 1, c), empty without block_len.
     block_len = 0 means that the caller does not need the states."""
-    widths, h, n, several = sizes(proj, conv_weight, A, norm_weight, row)
+    widths, h, n, _ = sizes(proj, conv_weight, A, norm_weight, row)
     z, xBC, dt = split_proj(proj, widths)
     convs = boundary_columns(xBC, conv_weight, conv, block_len)
     x, B, C = split_xBC(causal_conv_forward(xBC, conv_weight, conv_bias, conv), h, n)
     steps = scan.StepSizes(*in_rows(row, dt), A, dt_bias)
-    states, start = proj.new_empty(0, dtype=torch.float32), ssm
-    if several or block_len:
-        states = row_states(x, steps, B, ssm, row)
-        start = states[:, :-1]
-    y, _ = scan.rows_forward(*in_rows(row, x), steps, *in_rows(row, B, C), D, start)
+    y, states = scan_forward(x, steps, B, C, D, ssm, row, block_len > 0)
     y = y.view(z.shape)
     return gated_norm_forward(y, z, norm_weight) @ out_weight.T, y, states, convs
-
-
-def mixer_scan_backward(dxBC, ddt, dy, xBC, h, n, steps, D, states, dstates, ssm, row):
-    """Backward of the scan. xBC holds x, B and C after the convolution. Writes into dxBC and ddt. -> dssm (None if
-    there is no initial state and only one row), dA, dD, ddt_bias"""
-    x, B, C = split_xBC(xBC, h, n)
-    dx, dB, dC = split_xBC(dxBC, h, n)
-    dy = dy.unflatten(-1, (h, -1))
-    if states.numel():
-        return scan_backward(
-            dx, ddt, dB, dC, dy, dstates, x, steps, B, C, D, states, row)
-    dssm = None if ssm is None else ssm.new_empty(ssm.shape)
-    return dssm, *scan.rows_backward(dx, ddt, dB, dC, dssm, dy, x, steps, B, C, D, ssm)
 
 
 @operator(lambda dout, dstates, dconvs, y, states, *inputs: like(*inputs[:10]))
@@ -210,8 +193,10 @@ def mixer_backward(
     convolved = causal_conv_forward(xBC, conv_weight, conv_bias, conv)
     dconvolved = torch.empty_like(convolved)
     steps = scan.StepSizes(*in_rows(row, dt), A, dt_bias)
-    dssm, dA, dD, ddt_bias = mixer_scan_backward(
-        dconvolved, ddt, dy, convolved, h, n, steps, D, states, dstates, ssm, row)
+    dx, dB, dC = split_xBC(dconvolved, h, n)
+    x, B, C = split_xBC(convolved, h, n)
+    dssm, dA, dD, ddt_bias = scan_backward(
+        dx, ddt, dB, dC, dy.unflatten(-1, (h, -1)), dstates, x, steps, B, C, D, ssm, states, row)
     dssm = proj.new_empty(0) if ssm is None else dssm.contiguous()
 
     # The convolution.

@@ -1,7 +1,7 @@
 """
 Triton kernels of the state-space scan (eq. mamba-scan-background), forward and backward.
 
-  ssd_rows         the scan over many short rows, with its backward; noisy blocks are such rows
+  rows_forward     the scan over many rows; rows_backward its gradients
   scan_block       both directions over one block, for generation (plain twin in fast/plain.py)
 
 A row is scanned on its own. A long sequence is cut into rows: fast/states.py carries the states from row to row and
@@ -10,16 +10,12 @@ replaces ops.ssd_scan. fast/mixer.py uses the same kernels inside a whole Mamba 
 Without a GPU, Triton's interpreter tests them:    python -m pytest tests/kernels/test_kernels.py -k scan
 Time them on one:                                  python bench.py ops --only=scan
 """
-from typing import Optional, Tuple
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 import fast.plain as plain
-from fast.triton_tools import (LOG2E, add_pairs, differentiable, dot, like, operator, rowwise, sigmoid, statewise,
-                               strides)
+from fast.triton_tools import LOG2E, add_pairs, dot, rowwise, sigmoid, statewise, strides
 
 
 def fits(p, n):
@@ -174,12 +170,12 @@ def tile_scores(cq, bk, a, key, d_head, apart, q: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(x, steps, B, C, D, s0, y, final, l, h, sxr, sxl, sxh, sBr, sBl, sCr, sCl, rows, ssb, ssr, ssh,
+def forward_kernel(x, steps, B, C, D, s0, y, l, h, sxr, sxl, sxh, sBr, sBl, sCr, sCl, rows, ssb, ssr, ssh,
                    n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
     """
     The forward pass of the scan. One program has one (row, head) and walks the row chunk by chunk, with the state in
     registers. Neighbouring programs are heads of one row, so they find their shared B and C in the L2 cache. y is
-    contiguous. `final` (r, h, p, n), if it is not None, gets the last states.
+    contiguous.
     """
     row, head = (tl.program_id(0) // h).to(tl.int64), tl.program_id(0) % h
     kn, kp, chunks = tl.arange(0, n), tl.arange(0, p), tl.cdiv(l, q)
@@ -196,8 +192,6 @@ def forward_kernel(x, steps, B, C, D, s0, y, final, l, h, sxr, sxl, sxh, sBr, sB
         store2(y + first * h * p, step, ok, h * p, kp, yq)
         x_end = (xq * (dtq * tl.exp2(total - a))[:, None]).to(xq.dtype)
         s = dot(tl.trans(bq), x_end, s * tl.exp2(total))
-    if final is not None:
-        tl.store(final + (row * h + head) * p * n + kp[None, :] * n + kn[:, None], s)
 
 
 @triton.jit
@@ -497,21 +491,14 @@ def walk(x, steps, B, s0=None, states=None, final=None, q=None, adjoint=False):
         *state_view(s0), n=B.shape[-1], p=p, ADJOINT=adjoint, **how)
 
 
-def room_for_final(x, B, wanted):
-    """An uninitialised tensor for the last states; an empty one if they are not wanted, as operators cannot return
-    None."""
-    r, _, h, p = x.shape
-    return x.new_empty((r, h, p, B.shape[-1]) if wanted else (0,), dtype=torch.float32)
-
-
-def rows_forward(x, steps, B, C, D, s0, return_final=False):
-    """`ssd_rows` without gradients. steps: StepSizes. -> y, and the last states, which are empty unless return_final"""
-    (r, l, h, p), how = x.shape, settings("forward", x, x.shape[1])
-    y, final = x.new_empty(x.shape), room_for_final(x, B, return_final)
+def rows_forward(x, steps, B, C, D, s0):
+    """Scans r rows: x (r, l, h, p); steps: StepSizes; B, C (r, l, n); D (h,); s0 in a form of `state_view`, None for
+    zeros. -> y (r, l, h, p) in the dtype of x"""
+    (r, l, h, p), how, y = x.shape, settings("forward", x, x.shape[1]), x.new_empty(x.shape)
     forward_kernel[(r * h,)](
-        x, steps.of(how["q"]), B, C, D, s0, y, final if return_final else None, l, h, *strides(x, 3), *strides(B, 2),
-        *strides(C, 2), *state_view(s0), n=B.shape[-1], p=p, **how)
-    return y, final
+        x, steps.of(how["q"]), B, C, D, s0, y, l, h, *strides(x, 3), *strides(B, 2), *strides(C, 2), *state_view(s0),
+        n=B.shape[-1], p=p, **how)
+    return y
 
 
 def rows_backward(dx, ddt, dB, dC, ds0, dy, x, steps, B, C, D, s0, dfinal=None):
@@ -537,34 +524,6 @@ def rows_backward(dx, ddt, dB, dC, ds0, dy, x, steps, B, C, D, s0, dfinal=None):
         sums, tail, steps.of(q), steps.A, ddt, dA, dD, None if steps.bias is None else dbias, l, h,
         *ddt.stride(), q=q, H=triton.next_power_of_2(h))
     return tuple(u.sum(0) for u in ((dA, dD) if steps.bias is None else (dA, dD, dbias)))
-
-
-@operator(lambda x, dt, A, B, C, D, s0, final: (x.new_empty(x.shape), room_for_final(x, B, final)))
-def ssd_rows_forward(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
-                     s0: Optional[Tensor], return_final: bool) -> Tuple[Tensor, Tensor]:
-    return rows_forward(x, StepSizes(dt, A), B, C, D, s0, return_final)
-
-
-@operator(lambda dy, *inputs: like(*inputs))
-def ssd_rows_backward(
-        dy: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
-        s0: Optional[Tensor]) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dx, ddt, dB, dC, ds0 = like(x, dt, B, C, s0)
-    dA, dD = rows_backward(
-        dx, ddt, dB, dC, None if s0 is None else ds0, dy, x, StepSizes(dt, A), B, C, D, s0)
-    return dx, ddt, dA, dB, dC, dD, ds0
-
-
-differentiable(ssd_rows_forward, ssd_rows_backward)
-
-
-def ssd_rows(x, dt, A, B, C, D, s0=None, return_final=False):
-    """Scans r rows. x (r, l, h, p); dt (r, l, h) > 0; A (h,) < 0; B, C (r, l, n); D (h,); s0 in a form of `state_view`,
-    None for zeros. dt, A, D and s0 are fp32. -> y (r, l, h, p) in the dtype of x; with return_final also the last
-    states (r, h, p, n) in fp32, which carry no gradient."""
-    y, final = ssd_rows_forward(rowwise(x), dt, A, rowwise(B), rowwise(C), D, statewise(s0),
-                                return_final)
-    return (y, final.detach()) if return_final else y
 
 
 def scan_block(x, dt, dt_bias, A, B, C, D, ssm, z, chunk_len=128, commit=False):

@@ -2,7 +2,6 @@
 Triton kernels of the scan over long sequences. They replace ops.ssd_scan.
 
   ssd_scan         the replacement: cuts a sequence into rows and scans all rows at once
-  scan_over_rows   the scan for rows of a given length, with its backward
   pass_states      carries states forward over the rows of a sequence, or their gradients backward
 
 fast/scan.py scans inside a row.
@@ -19,7 +18,7 @@ from torch import Tensor
 
 import fast.scan as scan
 import ops
-from fast.triton_tools import LOG2E, like, operator, rowwise
+from fast.triton_tools import LOG2E, like, operator, rowwise, statewise
 
 PASS = 1024  # pass_kernel: elements of a state per program, of the e = p n elements that a state has
 
@@ -87,10 +86,23 @@ def row_states(x, steps, B, s0, row):
     return pass_states(local, steps.log_decays(x), s0)
 
 
-def scan_backward(dx, ddt, dB, dC, dy, dstates, x, steps, B, C, D, states, row):
-    """The backward of `scan_over_rows`. Writes into dx, ddt, dB and dC, whose positions must be evenly spaced. dy and
-    dstates are the gradients of its two results; dstates may be None. -> the gradient of the initial states, dA, dD,
-    and that of dt_bias if steps has one"""
+def scan_forward(x, steps, B, C, D, s0, row, want_states):
+    """-> y (b, s, h, p), and the states that `row_states` gives; an empty tensor if they are not wanted and there is one
+    row"""
+    states, start = x.new_empty(0, dtype=torch.float32), s0
+    if want_states or row < x.shape[1]:
+        states = row_states(x, steps, B, s0, row)
+        start = states[:, :-1]
+    return scan.rows_forward(*in_rows(row, x), steps, *in_rows(row, B, C), D, start).view(x.shape), states
+
+
+def scan_backward(dx, ddt, dB, dC, dy, dstates, x, steps, B, C, D, s0, states, row):
+    """The backward of `scan_forward`. Writes into dx, ddt, dB and dC, whose positions must be evenly spaced. dy and
+    dstates are the gradients of its two results; dstates may be None. -> the gradient of s0 (None if there are no
+    states and no s0), dA, dD, and that of dt_bias if steps has one"""
+    if not states.numel():
+        ds0 = None if s0 is None else s0.new_empty(s0.shape)
+        return ds0, *scan.rows_backward(dx, ddt, dB, dC, ds0, dy, x, steps, B, C, D, s0)
     xs, Bs, Cs, dys = in_rows(row, x, B, C, dy)
     grads = (v.view(-1, row, *v.shape[2:]) for v in (dx, ddt, dB, dC))  # view never copies: writes arrive
     local = states.new_empty(states[:, 1:].shape)
@@ -101,19 +113,16 @@ def scan_backward(dx, ddt, dB, dC, dy, dstates, x, steps, B, C, D, states, row):
         *grads, None, dys, xs, steps, Bs, Cs, D, states[:, :-1], G[:, 1:])
 
 
-def fake_outputs(x, B, row):
-    """Uninitialised tensors of the shapes of the two results of `scan_over_rows`."""
+def fake_outputs(x, dt, A, B, C, D, s0, row, want_states):
     (b, s, h, p), n = x.shape, B.shape[-1]
-    return x.new_empty(x.shape), x.new_empty(b, s // row + 1, h, p, n, dtype=torch.float32)
+    states = (b, s // row + 1, h, p, n) if want_states or row < s else (0,)
+    return x.new_empty(x.shape), x.new_empty(states, dtype=torch.float32)
 
 
-@operator(lambda x, dt, A, B, C, D, s0, row: fake_outputs(x, B, row))
+@operator(fake_outputs)
 def ssd_scan_forward(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
-                     s0: Optional[Tensor], row: int) -> Tuple[Tensor, Tensor]:
-    steps = scan.StepSizes(*in_rows(row, dt), A)
-    states = row_states(x, steps, B, s0, row)
-    y, _ = scan.rows_forward(*in_rows(row, x), steps, *in_rows(row, B, C), D, states[:, :-1])
-    return y.view(x.shape), states
+                     s0: Optional[Tensor], row: int, want_states: bool) -> Tuple[Tensor, Tensor]:
+    return scan_forward(x, scan.StepSizes(*in_rows(row, dt), A), B, C, D, s0, row, want_states)
 
 
 @operator(lambda dy, dstates, states, *inputs: like(*inputs[:7]))
@@ -124,28 +133,21 @@ def ssd_scan_backward(
     dx, ddt, dB, dC = like(x, dt, B, C)
     steps = scan.StepSizes(*in_rows(row, dt), A)
     ds0, dA, dD = scan_backward(
-        dx, ddt, dB, dC, rowwise(dy), dstates, x, steps, B, C, D, states, row)
+        dx, ddt, dB, dC, rowwise(dy), dstates, x, steps, B, C, D, s0, states, row)
     return dx, ddt, dA, dB, dC, dD, x.new_empty(0) if s0 is None else ds0.clone()
 
 
 def save(ctx, inputs, output):
-    *tensors, ctx.row = inputs
+    *tensors, ctx.row, _ = inputs
     ctx.save_for_backward(output[1], *tensors)
 
 
 def backward(ctx, dy, dstates):
     grads = ssd_scan_backward(dy, dstates, *ctx.saved_tensors, ctx.row)
-    return *(None if u is None else g for u, g in zip(ctx.saved_tensors[1:], grads)), None
+    return *(None if u is None else g for u, g in zip(ctx.saved_tensors[1:], grads)), None, None
 
 
 torch.library.register_autograd(ssd_scan_forward, backward, setup_context=save)
-
-
-def scan_over_rows(x, dt, A, B, C, D, s0, row):
-    """x (b, s, h, p), dt (b, s, h) positive, A (h,) negative, B and C (b, s, n), D (h,), s0 (b, h, p, n) or None for
-    zeros; dt, A, D and s0 are fp32; row divides s. -> y like x, and the states before every row and at the end
-    (b, s / row + 1, h, p, n) in fp32"""
-    return ssd_scan_forward(rowwise(x), dt, A, rowwise(B), rowwise(C), D, s0, row)
 
 
 def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=128, want_states=True):
@@ -153,14 +155,7 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
     states may be None. The plain function runs for head and state sizes that the kernels do not support."""
     if not scan.fits(x.shape[-1], B.shape[-1]):
         return ops.ssd_scan.plain(x, dt, A, B, C, D, initial_state, block_len, chunk_len, want_states)
-    (b, s, h, p), row = x.shape, scan.scan_row(x.shape[1], block_len)
-    A, D, start = A.float(), D.float(), None if initial_state is None else initial_state.float()
-    if row == s and not want_states:
-        return scan.ssd_rows(x, dt, A, B, C, D, start), None
-    if row == s and not torch.is_grad_enabled():  # one row: the kernel's last state is the final state
-        if start is None:
-            start = x.new_zeros(b, h, p, B.shape[-1], dtype=torch.float32)
-        y, final = scan.ssd_rows(x, dt, A, B, C, D, start, return_final=True)
-        return y, torch.stack([start, final], 1)
-    y, states = scan_over_rows(x, dt, A, B, C, D, start, row)
-    return y, states[:, ::block_len // row if block_len else s // row]  # one state for each block boundary
+    s, row = x.shape[1], scan.scan_row(x.shape[1], block_len)
+    start = None if initial_state is None else statewise(initial_state.float())
+    y, states = ssd_scan_forward(rowwise(x), dt, A.float(), rowwise(B), rowwise(C), D.float(), start, row, want_states)
+    return y, states[:, ::(block_len or s) // row] if want_states else None  # one state for each block boundary

@@ -78,9 +78,9 @@ def call_everything():
     for r, s in ((256, 16), (64, 256), (1, 256), (4, 512)):  # noisy blocks, a block of generation, long rows
         x, B, C = of(r, s, c).split([h * p, n, n], -1)
         inputs = x.unflatten(-1, (h, p)), of(r, s, h, dtype=fp32), vector, B, C, vector, of(r, h, p, n, dtype=fp32)
-        y, _ = scan.ssd_rows_forward(*inputs, True)
-        scan.ssd_rows_backward(y, *inputs)
-    y, ends = states.ssd_scan_forward(*inputs, 256)
+        y, ends = states.ssd_scan_forward(*inputs, s, False)
+        states.ssd_scan_backward(y, ends, ends, *inputs, s)
+    y, ends = states.ssd_scan_forward(*inputs, 256, True)
     states.ssd_scan_backward(y, ends, ends, *inputs, 256)
     for r, s, commit in ((1, 256, False), (1, 1, False), (2, 256, True), (8, 256, False)):
         x, B, C = of(r, s, 2, c).split([h * p, n, n], -1)

@@ -91,7 +91,7 @@ def turned(u):
 
 
 def scan_kernels(**inputs):
-    return scan.ssd_rows(*inputs.values())
+    return states.ssd_scan(*inputs.values(), want_states=False)[0]
 
 
 def scan_loop(**inputs):
@@ -105,7 +105,8 @@ MANY = (32, 200, 2) if GPU else (1, 130, 1)
 @DTYPES
 @pytest.mark.parametrize("r, s, h, p, n, start", [
     (2, 128, 2, 32, 64, True), (1, 100, 3, 16, 64, False), (1, 7, 1, 64, 128, True),
-    (40, 16, 6, 64, 32, True), (2, 32, 2, 64, 64, True), *((*MANY, p, n, True) for p, n in ((64, 64), (64, 128), (64, 256), (32, 128), (16, 16)))])
+    (40, 16, 6, 64, 32, True), (2, 32, 2, 64, 64, True),
+    *((*MANY, p, n, True) for p, n in ((64, 64), (64, 128), (64, 256), (32, 128), (16, 16)))])
 def test_scan_kernels_equal_the_loop_with_all_gradients(r, s, h, p, n, start, dtype):
     compare(scan_kernels, scan_loop, scan_inputs(r, s, h, p, n, dtype, start), LIMIT[dtype])
 
@@ -115,15 +116,8 @@ def test_gradients_do_not_depend_on_the_layout_of_step_sizes_and_states():
     start = inputs["initial_state"].transpose(0, 1).contiguous().transpose(0, 1)
     inputs |= dict(dt=turned(inputs["dt"]), initial_state=start)
     compare(scan_kernels, scan_loop, inputs, 1e-5)
-    compare(lambda **v: states.scan_over_rows(*v.values(), 20),
+    compare(lambda **v: states.ssd_scan(*v.values(), 20),
             lambda **v: ops.ssd_scan_ref(**v, block_len=20), inputs, 1e-5)
-
-
-def test_rows_hand_their_last_state_on():
-    inputs = scan_inputs(2, 170, 3, 16, 32)
-    got = scan.ssd_rows(*inputs.values(), return_final=True)
-    want, ends = ops.ssd_scan_ref(**{k: v.double() for k, v in inputs.items()})
-    assert error(got[0], want) < 1e-5 and error(got[1], ends[:, -1]) < 1e-5
 
 
 def both_inputs(r, l, dtype, starts, h=3, p=16, n=32):
@@ -373,10 +367,10 @@ def test_operators_declare_the_shapes_that_they_return():
     x, dt, A, B, C, D, s0 = (v.contiguous() for v in scan_inputs(1, 20, 2, 16, 32).values())
     ends, u, w, bias = randn(1, 3, 2, 16, 32), randn(2, 9, 32), randn(32, 4), randn(32)
     for op, args in (
-            (scan.ssd_rows_forward, (x, dt, A, B, C, D, s0, True)),
-            (scan.ssd_rows_backward, (x, x, dt, A, B, C, D, None)),
-            (states.ssd_scan_forward, (x, dt, A, B, C, D, s0, 10)),
+            (states.ssd_scan_forward, (x, dt, A, B, C, D, s0, 10, True)),
+            (states.ssd_scan_forward, (x, dt, A, B, C, D, s0, 20, False)),
             (states.ssd_scan_backward, (x, ends, ends, x, dt, A, B, C, D, None, 10)),
+            (states.ssd_scan_backward, (x, empty, empty, x, dt, A, B, C, D, s0, 20)),
             (conv.causal_conv_forward, (u, w, bias, u[:, :3])),
             (conv.causal_conv_backward, (u, u, w, bias, u[:, :3])),
             (mixer.gated_norm_forward, (u, u, randn(32))),
