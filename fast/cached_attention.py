@@ -4,8 +4,8 @@ plain.cached_attention_pairs. Inference only.
 
 The block has l tokens, of which m are queries (all, or some). Each query sees all n cached tokens and the whole block.
  1. Split keys. One head has few query tiles (a tile is M queries by N keys), too few to fill a GPU. So the keys are
-    cut into `num_splits` shares. Each program attends to one share and writes its output and log-sum-exp. The program
-    that finishes last among those of a query tile combines them: no second kernel has to start.
+    cut into `num_splits` shares. Each program attends to one share and writes its output and log-sum-exp. A second
+    kernel combines them.
  2. The length is read on the device. Grid and memory depend on shapes only; each program reads lengths[b] and computes
     its share from it. So one CUDA graph serves every length, and no share is larger than another.
  3. The main loop has no mask: it reads only full tiles of the cache. The partial last tile is handled after the loop.
@@ -13,7 +13,6 @@ The block has l tokens, of which m are queries (all, or some). Each query sees a
 
     python -m pytest tests/kernels/test_kernels.py -k attention
 """
-import functools
 import math
 
 import torch
@@ -68,7 +67,7 @@ def shares(n_ptr, b, cap, num_splits, l: tl.constexpr, N: tl.constexpr, least: t
 
 
 @triton.jit
-def attend_kernel(q_ptr, kc_ptr, vc_ptr, n_ptr, ko_ptr, vo_ptr, o_ptr, part_ptr, lse_ptr, done_ptr,
+def attend_kernel(q_ptr, kc_ptr, vc_ptr, n_ptr, ko_ptr, vo_ptr, o_ptr, lse_ptr,
                   qb, qh, cb, ch, kb, kh, vb, vh, cap, scale, num_splits, ql: tl.constexpr,
                   cl: tl.constexpr, kl: tl.constexpr, vl: tl.constexpr, align: tl.constexpr,
                   h: tl.constexpr, m: tl.constexpr, l: tl.constexpr, d: tl.constexpr, D: tl.constexpr,
@@ -111,31 +110,33 @@ def attend_kernel(q_ptr, kc_ptr, vc_ptr, n_ptr, ko_ptr, vo_ptr, o_ptr, part_ptr,
         v = load_rows(vo_ptr + t * N * vl, vl, l - t * N, d, D, N, l % N > 0)
         acc, top, z = attend_tile(q, k, v, acc, top, z, scale, l - t * N, N, l % N > 0)
 
-    r, c, finished = i * M + tl.arange(0, M), tl.arange(0, D), True
-    ok, o = (r < m)[:, None] & (c < d)[None, :], acc * (1 / z)[:, None]
-    if part_ptr is not None:
-        # Parts are (split, b, m, h, d) and lse is (split, b, m, h).
-        rows, live = tl.num_programs(1) // h * m * h, tl.cdiv(total, share)  # the other splits have no keys
-        row = split * rows + (b * m + r) * h + head
-        tl.store(part_ptr + row[:, None] * d + c[None, :], o, mask=ok)
-        tl.store(lse_ptr + row, top + tl.log2(z), mask=r < m)
-        tl.debug_barrier()  # every thread has written its values before one of them counts
-        done_ptr += bh * tl.num_programs(0) + i
-        finished = tl.atomic_add(done_ptr, 1, sem="acq_rel") == live - 1
-        if finished:
-            # The mean of all shares, weighted by 2^lse. They were written by other multiprocessors, so L1 is passed by.
-            tl.store(done_ptr, 0)  # for the next call
-            o, z, top = tl.zeros([M, D], tl.float32), tl.zeros([M], tl.float32), tl.full([M], float("-inf"), tl.float32)
-            for k in range(live):
-                row = k * rows + (b * m + r) * h + head
-                lse = tl.load(lse_ptr + row, mask=r < m, other=0.0, cache_modifier=".cg")
-                part = tl.load(part_ptr + row[:, None] * d + c[None, :], mask=ok, other=0.0, cache_modifier=".cg")
-                new = tl.maximum(top, lse)
-                old, w = tl.exp2(top - new), tl.exp2(lse - new)
-                o, z, top = o * old[:, None] + part * w[:, None], z * old + w, new
-            o = o / z[:, None]
-    if finished:
-        tl.store(o_ptr + ((b * m + r) * h + head)[:, None] * d + c[None, :], o.to(o_ptr.dtype.element_ty), mask=ok)
+    r, c = i * M + tl.arange(0, M), tl.arange(0, D)
+    # o is (split, b, m, h, d), lse (split, b, m, h).
+    row = ((split * (tl.num_programs(1) // h) + b) * m + r) * h + head
+    o = acc * (1 / z)[:, None]
+    tl.store(o_ptr + row[:, None] * d + c[None, :], o.to(o_ptr.dtype.element_ty),
+             mask=(r < m)[:, None] & (c < d)[None, :])
+    tl.store(lse_ptr + row, top + tl.log2(z), mask=r < m)
+
+
+@triton.jit
+def combine_kernel(part_ptr, lse_ptr, o_ptr, n_ptr, cap, num_splits, h: tl.constexpr, m: tl.constexpr, l: tl.constexpr,
+                   d: tl.constexpr, D: tl.constexpr, R: tl.constexpr, N: tl.constexpr, least: tl.constexpr):
+    """Mean of the splits' outputs, weighted by 2^lse, for R of the (b, m, h) rows. A thread adds up its values split by
+    split: nothing is exchanged between threads."""
+    b = tl.program_id(1).to(tl.int64)
+    _, _, total, share = shares(n_ptr, b, cap, num_splits, l, N, least)
+    r, c = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, D)
+    top, z, o = tl.full([R], float("-inf"), tl.float32), tl.zeros([R], tl.float32), tl.zeros([R, D], tl.float32)
+    for s in range(tl.cdiv(total, share)):  # the other splits had no keys and wrote nothing
+        row = (s * tl.num_programs(1) + b) * (m * h) + r
+        lse = tl.load(lse_ptr + row, mask=r < m * h, other=0.0)
+        part = tl.load(part_ptr + row[:, None] * d + c, mask=(r < m * h)[:, None] & (c < d), other=0.0)
+        new = tl.maximum(top, lse)
+        old, w = tl.exp2(top - new), tl.exp2(lse - new)
+        o, z, top = o * old[:, None] + part * w[:, None], z * old + w, new
+    tl.store(o_ptr + (b * m * h + r)[:, None] * d + c, (o / z[:, None]).to(o_ptr.dtype.element_ty),
+             mask=(r < m * h)[:, None] & (c < d))
 
 
 # Up to this many keys small query tiles are fast, and one share is enough.
@@ -149,12 +150,6 @@ def block_attention_splits(b, m, l, h, cap, device, M, N, warps, least):
     sms = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 132
     slots = sms * (8 // warps) // (b * h * triton.cdiv(m, M))
     return min(max(slots, 1), 32, triton.cdiv(triton.cdiv(cap, N) + triton.cdiv(l, N), least))
-
-
-@functools.lru_cache(maxsize=None)
-def counters(n, device):
-    """n zeros. A kernel counts in them, and leaves zeros. They live as long as CUDA graphs that hold their address."""
-    return torch.zeros(n, dtype=torch.int32, device=device)
 
 
 def block_attention(q, k_cache, v_cache, lengths, k_own, v_own, num_splits=0):
@@ -179,15 +174,16 @@ def block_attention(q, k_cache, v_cache, lengths, k_own, v_own, num_splits=0):
     num_splits = num_splits or block_attention_splits(c, m, l, h, cap, q.device, M, N, warps, least)
     align = math.gcd(16, *(s for x in (q, k_cache, k_own, v_own) for s in strides(x, 3)))
     out = q.new_empty(q.shape)
-    part = q.new_empty(num_splits, b, m, h, d, dtype=torch.float32) if num_splits > 1 else None
+    part = out if num_splits == 1 else q.new_empty(num_splits, b, m, h, d, dtype=torch.float32)
     lse = q.new_empty(num_splits, b, m, h, dtype=torch.float32)
     attend_kernel[triton.cdiv(m, M), b * h, num_splits](
-        q, k_cache, v_cache, lengths, k_own, v_own, out, part, lse, counters(b * h * triton.cdiv(m, M), q.device),
-        q.stride(0), q.stride(2),
+        q, k_cache, v_cache, lengths, k_own, v_own, part, lse, q.stride(0), q.stride(2),
         *strides(k_cache, 2), k_own.stride(0), k_own.stride(2), v_own.stride(0), v_own.stride(2),
         cap, d ** -0.5 * LOG2E.value, num_splits, ql=q.stride(1), cl=k_cache.stride(2),
         kl=k_own.stride(1), vl=v_own.stride(1), align=align, h=h, m=m, l=l, d=d, D=D, caches=c, M=M, N=N,
         least=least, stages=stages, num_warps=warps)
+    if num_splits > 1:
+        combine_kernel[triton.cdiv(m * h, 8), b](part, lse, out, lengths, cap, num_splits, h, m, l, d, D, 8, N, least)
     return out
 
 
