@@ -128,13 +128,20 @@ def combine_kernel(part_ptr, lse_ptr, o_ptr, n_ptr, cap, num_splits, h: tl.const
     _, _, total, share = shares(n_ptr, b, cap, num_splits, l, N, least)
     r, c = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, D)
     top, z, o = tl.full([R], float("-inf"), tl.float32), tl.zeros([R], tl.float32), tl.zeros([R, D], tl.float32)
-    for s in range(tl.cdiv(total, share)):  # the other splits had no keys and wrote nothing
-        row = (s * tl.num_programs(1) + b) * (m * h) + r
-        lse = tl.load(lse_ptr + row, mask=r < m * h, other=0.0)
-        part = tl.load(part_ptr + row[:, None] * d + c, mask=(r < m * h)[:, None] & (c < d), other=0.0)
-        new = tl.maximum(top, lse)
-        old, w = tl.exp2(top - new), tl.exp2(lse - new)
-        o, z, top = o * old[:, None] + part * w[:, None], z * old + w, new
+    live = tl.cdiv(total, share)  # the other splits had no keys and wrote nothing
+    for first in range(0, live, 8):  # the loads of 8 splits do not wait for each other
+        new = top
+        for s in tl.static_range(8):
+            row = ((first + s) * tl.num_programs(1) + b) * (m * h) + r
+            new = tl.maximum(new, tl.load(lse_ptr + row, mask=(r < m * h) & (first + s < live), other=float("-inf")))
+        o, z = o * tl.exp2(top - new)[:, None], z * tl.exp2(top - new)
+        for s in tl.static_range(8):
+            row = ((first + s) * tl.num_programs(1) + b) * (m * h) + r
+            on = (r < m * h) & (first + s < live)
+            w = tl.exp2(tl.load(lse_ptr + row, mask=on, other=float("-inf")) - new)
+            o += tl.load(part_ptr + row[:, None] * d + c, mask=on[:, None] & (c < d), other=0.0) * w[:, None]
+            z += w
+        top = new
     tl.store(o_ptr + (b * m * h + r)[:, None] * d + c, (o / z[:, None]).to(o_ptr.dtype.element_ty),
              mask=(r < m * h)[:, None] & (c < d))
 
@@ -171,7 +178,7 @@ def block_attention(q, k_cache, v_cache, lengths, k_own, v_own, num_splits=0):
     M = min(M, max(16, triton.next_power_of_2(m)))
     warps = min(warps, M // 16)
     # A commit runs two rows against each cache. Twice as many programs as run at once are two fuller waves.
-    num_splits = num_splits or block_attention_splits(c, m, l, h, cap, q.device, M, N, warps, least)
+    num_splits = num_splits or block_attention_splits(b if cap <= 8192 else c, m, l, h, cap, q.device, M, N, warps, least)
     align = math.gcd(16, *(s for x in (q, k_cache, k_own, v_own) for s in strides(x, 3)))
     out = q.new_empty(q.shape)
     part = out if num_splits == 1 else q.new_empty(num_splits, b, m, h, d, dtype=torch.float32)
