@@ -4,7 +4,7 @@ Compares each heavy operation with the libraries that a user would otherwise pic
 or of its bytes at that of a copy, whichever is longer. `python bench.py ops` runs it.
 
     python bench.py ops                         all operations
-    python bench.py ops --only=scan,mixer       some of them
+    python bench.py ops --only=scan,adamw       some of them
 
 Each generator below makes the tensors of one operation and yields its comparisons, which `op_row` times. On a CPU the
 tensors are small.
@@ -24,7 +24,7 @@ import bench
 import ops
 from checkpoint import check_out, write_file
 from configurator import check, configure
-from model import BlockDiffusionLM, Mamba2, ModelConfig
+from model import BlockDiffusionLM
 from paper import config_from_file
 from parallel import Parallel, ShardedAdamW, hardware, pick_dtype, select_kernels
 
@@ -105,33 +105,6 @@ def scan_rows(factory, big, compiled):
         yield from both_passes(f"scan, {form}", (scan, inputs), {
             "mamba-ssm": mamba_ssm if isinstance(mamba_ssm, str) else (mamba_ssm, inputs),
             "torch.compile of plain" if big else "plain torch": (plain, inputs)}, flops)
-
-
-def mixer_rows(factory, big, compiled):
-    """A whole Mamba mixer on noisy blocks, with both projections: the fused operator beside the plain
-    model.Mamba2.forward under torch.compile, which uses the same fast scan and convolution."""
-    rows, l, d, n, p, heads = (256, 256, 832, 128, 64, 16) if big else (2, 64, 32, 16, 16, 2)
-    config = ModelConfig(vocab_size=64, seq_len=l, block_len=l, attn_every=2, n_layer=2, n_head=heads, d_model=d,
-                         d_state=n, mamba_head_dim=p)
-    di, h, c = config.d_inner, config.d_inner // p, config.d_inner + 2 * n
-    mixer = BlockDiffusionLM(config).to(factory["device"]).layers[1].mixer.fwd     # with initialised weights
-    u, conv = torch.randn(rows, l, d, **factory), torch.randn(rows, config.conv_width - 1, c, **factory)
-    ssm, d_y = torch.randn(rows, h, p, n, device=factory["device"]), torch.randn(rows, l, d, **factory)
-    for x in (u, conv, ssm):
-        x.requires_grad_()
-    inputs = (u, conv, ssm, *mixer.parameters())
-
-    def both_passes_of(forward):
-        f = torch.compile(forward, dynamic=False) if compiled else forward
-        def step():
-            with torch.autocast(factory["device"].type, torch.bfloat16, enabled=big):
-                y, _, _ = f(mixer, u, conv, ssm, want_states=False)
-                torch.autograd.grad(y, inputs, d_y)
-        return step
-    flops = 3 * rows * l * (2 * d * (2 * di + 2 * n + h) + 2 * 64 * n + 2 * 64 * di + 4 * n * di + 2 * di * d)
-    nbytes = 3 * sum(v.nbytes for v in inputs) + 2 * d_y.nbytes
-    yield compared("Mamba mixer, forward + backward", both_passes_of(Mamba2.forward),
-                   {"Mamba2.forward, compiled": both_passes_of(Mamba2.forward.plain)}, flops, nbytes)
 
 
 def sdpa(big, **options):
@@ -240,7 +213,7 @@ def adamw_rows(factory, big, compiled):
     yield compared("AdamW step", our_step, others, 0, nbytes, graph=False)
 
 
-COMPARISONS = dict(scan=scan_rows, mixer=mixer_rows, attention=attention_rows, cross_entropy=cross_entropy_rows,
+COMPARISONS = dict(scan=scan_rows, attention=attention_rows, cross_entropy=cross_entropy_rows,
                    block_attention=block_attention_rows, adamw=adamw_rows)
 
 
