@@ -193,8 +193,8 @@ def train_and_evaluate():
 def left_plateau(log):
     """The first step at which the mean training loss of the last 50 steps was below `plateau`; None if none was."""
     losses = [(row["step"], row["loss"]) for row in log if row.get("loss")]
-    for step, _ in losses:
-        recent = [loss for at, loss in losses if step - 50 < at <= step]
+    for end, (step, _) in enumerate(losses, 1):
+        recent = [loss for at, loss in losses[max(0, end - 50):end] if at > step - 50]
         if step >= 50 and statistics.mean(recent) < plateau:
             return step
 
@@ -211,16 +211,15 @@ def summarise(run):
                val_loss=points[-1]["val"] if points else None)
     if not result:
         return row | dict(error=run.error or f"{run.name} was not evaluated")
-    return row | dict(parameters=result["parameters"], texts=result["text"])
+    nelbo = next(iter(result["text"].values()))["nelbo"]
+    return row | dict(parameters=result["parameters"], nelbo=nelbo, texts=result["text"])
 
 
 def best_of(results):
-    """The best row of each base, {base: row}: lowest NELBO on the first text, then rows without one by validation
-    loss."""
+    """The best row of each base, {base: row}: that of the lowest NELBO on the first text. Rows without one come last,
+    in the order of their validation loss."""
     def score(row):
-        for figures in row.get("texts", {}).values():
-            return 0, figures["nelbo"]
-        return 1, row["val_loss"] or math.inf
+        return "nelbo" not in row, row.get("nelbo") or row["val_loss"] or math.inf
     return {row["base"]: row for row in sorted(results, key=score, reverse=True)}          # the last of a base stays
 
 

@@ -237,8 +237,8 @@ def test_differences_are_paired_by_window_on_each_text():
     noise = [0.0, 2.0, -1.0, 5.0]
     def row(base, offset, sha256="one", texts=("web", "novels")):
         nats = [10 * (3 + n + offset) for n in noise]
-        return dict(name="a", base=base, val_loss=1, texts={text: dict(
-            nats=nats, nelbo=sum(nats) / 40, seq_len=10, sha256=sha256) for text in texts})
+        figures = dict(nats=nats, nelbo=sum(nats) / 40, seq_len=10, sha256=sha256)
+        return dict(name="a", base=base, nelbo=figures["nelbo"], texts=dict.fromkeys(texts, figures))
     rows = [row("b", 0.1), row("a", 0.0), row("a", 0.7), row("c", 0.3, texts=["web"]), row("d", 0.2, "other")]
     found = sweep.differences([*rows, dict(name="lost", base="e", val_loss=None)])
     assert [(d["text"], d["better"], d["worse"]) for d in found] == [
