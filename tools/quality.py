@@ -24,7 +24,8 @@ from nelbo import sequence_nelbo
 from paper import MODELS, kind_of
 from parallel import hardware, pick_device, pick_dtype, select_kernels
 from sample import generate, open_checkpoint, open_engine
-from tools.sweep import model_in, print_table
+from tools import picture, print_table
+from tools.sweep import model_in
 
 # ----------------------------------------------------------------------------------------------
 # Settings
@@ -133,13 +134,11 @@ def compare():
         prompts=n_prompts, prompt_len=prompt_len, length=length, batch_size=n_prompts, mc=mc, seed=seed))
 
 
-def picture(record, path):
+def draw_points(record, ax):
     """Bits per byte under the judge against tokens/s; the dashed line is the real text."""
-    from matplotlib.figure import Figure
-    fig = Figure(figsize=(7.5, 4.6), layout="constrained")
-    ax, (real, *rows) = fig.subplots(), record["rows"]
+    real, *rows = record["rows"]
     for i, name in enumerate(dict.fromkeys(row["model"] for row in rows)):
-        label, colour = MODELS.get(model_in(name), (name, f"C{i}"))
+        label, colour = MODELS[model_in(name)]
         places = {}
         for row in [row for row in rows if row["model"] == name]:              # points that coincide share a label
             ax.errorbar(row["tok_per_s"], row["bpb"], yerr=row["bpb_se"], fmt="o", ms=4, capsize=2, color=colour)
@@ -151,12 +150,7 @@ def picture(record, path):
                         textcoords="offset points", ha="right" if i % 2 else "left", va="bottom" if i % 2 else "top")
         ax.plot([], [], "o", color=colour, label=label)
     ax.axhline(real["bpb"], color="0.5", ls="--", lw=1, label="real text")
-    ax.set(xscale="log", xlabel=f"tokens/s, {record['settings']['prompts']} rows in a batch",
-           ylabel="bits per byte under the judge")
     ax.margins(0.15, 0.1)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(frameon=False, fontsize=8)
-    fig.savefig(path, dpi=130)
 
 
 def main():
@@ -172,9 +166,9 @@ def main():
         record = compare()
         write_file(out, json.dumps(record, indent=1))
     print_table(record["rows"], COLUMNS)
-    png = (draw or out).removesuffix(".json") + ".png"
-    picture(record, png)
-    print(f"wrote {png}")
+    with picture((draw or out).removesuffix("json") + "png", xscale="log", ylabel="bits per byte under the judge",
+                 xlabel=f"tokens/s, {record['settings']['prompts']} rows in a batch") as ax:
+        draw_points(record, ax)
 
 
 if __name__ == "__main__":

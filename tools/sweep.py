@@ -37,6 +37,7 @@ from configurator import UserError, check, configure, script, settings_of
 from data import TokenData
 from paper import MODELS, RESULTS, kind_of
 from parallel import ROOT, hardware, pick_device
+from tools import picture, print_table
 from tools.loss import read_log
 
 # ----------------------------------------------------------------------------------------------
@@ -114,9 +115,7 @@ class Run:
                 words.append("--resume")
             else:                                       # it may have ended before its first checkpoint: begin again
                 Path(self.path("log.jsonl")).unlink(missing_ok=True)
-        environment = dict(os.environ, OMP_NUM_THREADS=str(threads), PYTHONUNBUFFERED="1")
-        if place:
-            environment["CUDA_VISIBLE_DEVICES"] = place
+        environment = dict(os.environ, OMP_NUM_THREADS=str(threads), PYTHONUNBUFFERED="1", CUDA_VISIBLE_DEVICES=place)
         print(f"{self.job}.py: {self.name}, prints to {self.path(self.job)}.txt", flush=True)
         with open(self.path(f"{self.job}.txt"), "w") as log:
             return subprocess.Popen([sys.executable, str(ROOT / f"{self.job}.py"), *words], stdout=log, stderr=log,
@@ -247,16 +246,6 @@ def differences(results):
     return rows
 
 
-def print_table(rows, columns):
-    """Prints rows (dicts) in aligned columns, {header: (key, format)}: the first to the left, the others to the right.
-    A column without a value is left out."""
-    columns = [[header, *("-" if row.get(key) is None else format(row[key], form) for row in rows)]
-               for header, (key, form) in columns.items() if any(row.get(key) is not None for row in rows)]
-    widths = [max(map(len, column)) for column in columns]
-    for first, *others in zip(*columns):
-        print("  ".join([first.ljust(widths[0]), *(text.rjust(width) for text, width in zip(others, widths[1:]))]))
-
-
 def show(results):
     """Prints a table of all runs, in which * marks the best one of each base, and for each text its figures and the
     differences."""
@@ -269,12 +258,10 @@ def show(results):
         print_table([row for row in differences(results) if row["text"] == text], DIFFERENCES)
 
 
-def picture(results, path):
+def draw_losses(results, ax):
     """Draws the validation losses over tokens. Thick: the best run of each base; thin: its other runs. A dot is the
     NELBO of the first text, from eval.py. Hollow: the perplexities of the paper's models."""
-    from matplotlib.figure import Figure
-    fig = Figure(figsize=(8, 4.8), layout="constrained")
-    ax, best = fig.subplots(), [id(row) for row in best_of(results).values()]
+    best = [id(row) for row in best_of(results).values()]
     for row in results:
         base, is_best, (name, colour) = row["base"], id(row) in best, MODELS[model_in(row["base"])]
         tokens = [point["step"] * row["tokens"] / row["steps"] for point in row["points"]]
@@ -285,13 +272,8 @@ def picture(results, path):
         if is_best and base in RESULTS:
             ax.plot(PAPER_TOKENS[base.rpartition("_")[2]], math.log(RESULTS[base]["c4"][0]), "o", mfc="white", ms=7,
                     color=colour)
-    ax.set(xscale="log", xlabel="training tokens", ylabel="validation NELBO, nats per token")
-    ax.set_title("curves: during training; dots: eval.py, with their standard error", fontsize=9)
-    ax.spines[["top", "right"]].set_visible(False)
     if any(row["base"] in RESULTS for row in results):
         ax.plot([], [], "o", mfc="white", color="0.4", label="the paper, on C4")
-    ax.legend(frameon=False, fontsize=9)
-    fig.savefig(path, dpi=130)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -304,8 +286,10 @@ def main():
         write_file(path, json.dumps(train_and_evaluate(), indent=1))
     results = json.loads(Path(path).read_text())["runs"]
     show(results)
-    picture(results, path.removesuffix("json") + "png")
-    print(f"wrote {path.removesuffix('json')}png")
+    with picture(path.removesuffix("json") + "png", xscale="log", xlabel="training tokens",
+                 ylabel="NELBO, nats per token",
+                 title="validation; curves: during training; dots: eval.py, with their standard error") as ax:
+        draw_losses(results, ax)
     errors = [row["error"] for row in results if "error" in row]
     if errors and not draw:
         raise UserError("\n".join(["some runs failed:", *errors, "correct the cause and start the same command again"]))
