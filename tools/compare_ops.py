@@ -240,19 +240,17 @@ def op_row(dev, ceilings, op, ours, others, flops, nbytes, count=1, graph=True):
 
 
 def timed(f, dev, count, graph):
-    """Fields for a row: the milliseconds of f, which runs an operation `count` times, and the memory that it needs on
-    top. As a CUDA graph, the time excludes that of the host. If f is text, it says why it cannot run."""
+    """Fields for a row: the milliseconds of f, which runs an operation `count` times, and their spread. As a CUDA
+    graph, the time excludes that of the host. If f is text, it says why it cannot run."""
     if isinstance(f, str):
         return dict(error=f)
     bench.release()
     try:
-        before = torch.cuda.memory_allocated()
         run = captured(f) if dev.type == "cuda" and graph else f
         median, spread, _ = bench.measure(run, dev, bench.warmup, bench.iterations)
     except Exception as error:                          # a library may fail in any way: the row says so
         return dict(error=f"failed: {type(error).__name__}: {str(error)[:80]!r}")
-    return dict(ms=1000 * median / count, spread=spread,
-                extra_gib=(torch.cuda.max_memory_allocated() - before) / 2 ** 30)
+    return dict(ms=1000 * median / count, spread=spread)
 
 
 def captured(step):

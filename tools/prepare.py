@@ -125,7 +125,6 @@ class Preparation:
         self.keeps_end = settings.val_fraction is None and not settings.split_on
         self.splits = {source.split for source in sources} | ({"val"} if self.share else set())
         self.counts = Counter()             # files, train_tokens, train_documents, ..., skipped, marked
-        self.limited = f"{sources[0].split}_tokens"         # the count that settings.tokens limits
         inputs = [(s.split, s.name, s.size, s.changed) for s in sources], revision, settings.tokenizer, settings.tokens
         inputs += settings.val_fraction, settings.split_on, settings.text_key
         self.made_from = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
@@ -158,7 +157,7 @@ class Preparation:
         write_file(self.progress, json.dumps(dict(made_from=self.made_from, counts=self.counts)))
 
     def is_full(self):
-        return 0 < self.settings.tokens <= self.counts[self.limited]
+        return 0 < self.settings.tokens <= self.counts[f"{self.sources[0].split}_tokens"]
 
     def write_splits(self):
         """Writes the tokens of the input files that are not done."""
