@@ -22,8 +22,8 @@ def picture(path, **about):
     from matplotlib.figure import Figure
     fig = Figure(figsize=(8, 4.8), layout="constrained")
     ax = fig.subplots()
-    ax.set(**about)
     yield ax
+    ax.set(**about)
     ax.spines[["top", "right"]].set_visible(False)
     if ax.get_legend_handles_labels()[0]:
         ax.legend(frameon=False, fontsize=8)
