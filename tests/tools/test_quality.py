@@ -66,10 +66,3 @@ def test_what_cannot_be_compared_is_a_sentence(models, monkeypatch, change, mess
         monkeypatch.setattr(quality, name, value)
     with pytest.raises(UserError, match=message):
         quality.main()
-
-
-def test_a_model_of_other_tokens_than_the_judge_is_named(models, monkeypatch):
-    save_checkpoint(str(models / "b" / "ckpt.pt"), make_model("mamba_h", torch.float32, vocab_size=50258),
-                    step=0, tokenizer="gpt2", settings={})
-    with pytest.raises(UserError, match="b must be a block model of bytes tokens|GPT-2"):
-        quality.main()

@@ -148,19 +148,17 @@ def test_an_interrupted_sweep_goes_on_where_it_was(config, tmp_path):
     assert json.load(open(f"{out}/sweep.json"))["runs"][0]["texts"]
 
 
-def test_the_last_line_of_a_step_counts_and_half_a_line_is_skipped(config, tmp_path):
+def test_a_run_is_trained_when_its_last_step_was_validated(config, tmp_path):
+    """Its checkpoint is saved before. The last line of a step counts, and half a line is skipped."""
     sweep.out_dir = str(tmp_path)
     mine = sweep.Run(config)
     Path(mine.folder).mkdir()
-    lines = ['{"step": 2, "loss": 5.0}', '{"step": 2, "val_loss": 4.0}', '{"step": 4, "lo', '{"step": 2, "loss": 3.0}',
-             '{"step": 2, "val_loss": 2.0}', '{"step": 4, "loss": 1.0}']
-    Path(mine.path("log.jsonl")).write_text("\n".join(lines))
+    lines = ['{"step": 2, "val_loss": 4.0}', '{"step": 4, "lo', '{"step": 2, "val_loss": 2.0}', '{"step": 4, "loss": 1.0}']
+    for last, trained in (("", False), ('{"step": 4, "val_loss": 1.5}', True)):
+        Path(mine.path("log.jsonl")).write_text("\n".join([*lines, last]))
+        assert mine.trained() == trained
     row = sweep.summarise(mine)
-    assert row["points"] == [dict(step=2, val=2.0)] and row["train_loss"] == 1.0
-    assert not mine.trained(), "step 4 is the last, but its checkpoint may be missing: it was not validated"
-    with open(mine.path("log.jsonl"), "a") as f:
-        f.write('\n{"step": 4, "val_loss": 1.5}\n')
-    assert mine.trained()
+    assert row["points"] == [dict(step=2, val=2.0), dict(step=4, val=1.5)] and row["train_loss"] == 1.0
 
 
 def test_a_run_has_left_the_plateau_when_fifty_steps_have_a_lower_mean_loss():
