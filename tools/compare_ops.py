@@ -56,8 +56,8 @@ def with_backward(f, inputs):
 
 
 def both_passes(name, ours, others, flops):
-    """Comparisons of the forward pass, and of forward and backward. ours and others: (function, inputs). The bytes
-    counted: forward reads inputs and writes outputs; backward reads inputs and the gradients of outputs, and writes
+    """Comparisons of the forward pass, and of forward and backward. ours: (function, inputs). others: {name: (function,
+    or a text that says why it is missing, inputs)}. The bytes counted: forward reads inputs and writes outputs; backward reads inputs and the gradients of outputs, and writes
     the gradients of inputs. Backward counts twice the FLOPs of forward; recomputation is not counted."""
     def forward(f, inputs):
         return torch.no_grad()(lambda: f(*inputs))
@@ -65,7 +65,7 @@ def both_passes(name, ours, others, flops):
     for what, wrap, work in (
             ("forward", forward, (flops, read + written)),
             ("forward + backward", with_backward, (3 * flops, 3 * read + 2 * written))):
-        rivals = {k: v if isinstance(v, str) else wrap(*v) for k, v in others.items()}
+        rivals = {k: f if isinstance(f, str) else wrap(f, inputs) for k, (f, inputs) in others.items()}
         yield compared(f"{name}, {what}", wrap(*ours), rivals, *work)
 
 
@@ -94,7 +94,6 @@ def scan_rows(factory, big, compiled):
     def plain(*inputs):
         with ops.plain():
             return scan(*inputs)
-    mamba_ssm = optional(load)
     for form, rows, m in (("clean stream", b, s - l), ("noisy rows", b * s // l, l)):
         x, B, C = (torch.randn(rows, m, *w, **factory) for w in ((h, p), (n,), (n,)))
         dt = 0.1 * torch.rand(rows, m, h, device=factory["device"]) + 0.001
@@ -103,7 +102,7 @@ def scan_rows(factory, big, compiled):
         inputs = (x, dt, A, B, C, D, state, l if m > l else None, 128, m > l)
         flops = rows * m * (2 * 64 * n + 2 * 64 * h * p + 4 * n * h * p)       # chunks of 64
         yield from both_passes(f"scan, {form}", (scan, inputs), {
-            "mamba-ssm": mamba_ssm if isinstance(mamba_ssm, str) else (mamba_ssm, inputs),
+            "mamba-ssm": (optional(load), inputs),
             "torch.compile of plain" if big else "plain torch": (plain, inputs)}, flops)
 
 
@@ -136,8 +135,6 @@ def attention_rows(factory, big, compiled):
     """Attention of training. Two-stream attention computes s^2 query-key pairs per sequence. Two causal sequences of s
     tokens have as many pairs: libraries without block masks are timed on those. A full-sequence model, which is one
     block, also has s^2 pairs."""
-    def rival(f, inputs):
-        return f if isinstance(f, str) else (f, inputs)
     b, h, s, e, l = (8, 14, 8192, 64, 256) if big else (1, 2, 256, 16, 64)
     streams = [torch.randn(b, h, m, e, **factory) for m in 3 * [s - l] + 3 * [s]]
     causal, work = torch.randn(3, 2 * b, h, s, e, **factory).unbind(), 4 * b * h * e * s * s
@@ -147,12 +144,12 @@ def attention_rows(factory, big, compiled):
         def ours(*qkv):
             return ops.two_stream_attention(qkv[:3] if length < s else (qkv[0][:, :, :0],) * 3, qkv[-3:], masks)
         if length == s:
-            others = {k: (f, inputs) for k, f in sdpa(big).items()} | {"FA4": rival(flash_attention_4(), inputs)}
+            others = {k: (f, inputs) for k, f in sdpa(big).items()} | {"FA4": (flash_attention_4(), inputs)}
         else:
             others = {f"{k}, causal": (f, causal) for k, f in sdpa(big, is_causal=True).items()}
-            others["FA4, causal"] = rival(flash_attention_4(causal=True), causal)
+            others["FA4, causal"] = flash_attention_4(causal=True), causal
             if big:
-                others["FA4, sparse"] = rival(flash_attention_4(masks[0]), joined)
+                others["FA4, sparse"] = flash_attention_4(masks[0]), joined
                 others["FlexAttention, Triton"] = (
                     functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=masks[0]), joined)
         yield from both_passes(name, (ours, inputs), others, work)
