@@ -56,9 +56,12 @@ def with_backward(f, inputs):
 
 
 def both_passes(name, ours, others, flops):
-    """Comparisons of the forward pass, and of forward and backward. ours: (function, inputs). others: {name: (function,
-    or a text that says why it is missing, inputs)}. The bytes counted: forward reads inputs and writes outputs; backward reads inputs and the gradients of outputs, and writes
-    the gradients of inputs. Backward counts twice the FLOPs of forward; recomputation is not counted."""
+    """
+    Comparisons of the forward pass, and of forward and backward. ours: (function, inputs). others: {name: (function, or
+    a text that says why it is missing, inputs)}. The bytes counted: forward reads inputs and writes outputs; backward
+    reads inputs and the gradients of outputs, and writes the gradients of inputs. Backward counts twice the FLOPs of
+    forward; recomputation is not counted.
+    """
     def forward(f, inputs):
         return torch.no_grad()(lambda: f(*inputs))
     read, written = (sum(v.nbytes for v in tensors(x)) for x in (ours[1], forward(*ours)()))

@@ -31,8 +31,9 @@ def draw(folder):
     rows = read_log(os.path.join(folder, "log.jsonl"))
     train = [(row["step"], row["loss"]) for row in rows if row.get("loss")]    # a loss that was not finite is None
     val = [(row["step"], row["val_loss"]) for row in rows if row.get("val_loss")]
+    path = os.path.join(folder, "loss.png")
     try:
-        with picture(os.path.join(folder, "loss.png"), xlabel="step", ylabel="NELBO, nats per token", title=folder) as ax:
+        with picture(path, title=folder, xlabel="step", ylabel="NELBO, nats per token") as ax:
             ax.plot(*zip(*train), color="0.6", lw=1, label="training, mean since the last point")
             ax.plot(*zip(*val), color="tab:blue", marker="o", ms=4, label="validation")
     except ImportError:

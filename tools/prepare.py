@@ -337,7 +337,7 @@ def parse_arguments(argv):
     path, form = os.path.expanduser, argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("data.py", description=__doc__, formatter_class=form)
     parser.add_argument("command", choices=TAKES)
-    parser.add_argument("paths", nargs="*", type=path, default=[], metavar="PATH", help="training text; for show, a folder")
+    parser.add_argument("paths", nargs="*", type=path, default=[], metavar="PATH", help="training text; or a folder")
     parser.add_argument("--val", nargs="+", type=path, default=[], metavar="PATH", help="validation text")
     parser.add_argument("--out", type=path, metavar="DIR", help="the folder to make (default: data/COMMAND)")
     parser.add_argument("--local", type=path, metavar="DIR", help="a copy of the hub's files, read instead")

@@ -58,7 +58,7 @@ RUN = {"run": ("name", ""), "parameters": ("parameters", ","), "rate": ("learnin
 TEXT = {"run": ("name", ""), "NELBO": ("nelbo", ".4f"), "+-text": ("nelbo_se", ".4f"),
         "+-noise": ("nelbo_se_noise", ".4f"), "PPL": ("ppl", ".2f"), "+-": ("ppl_se", ".2f"), "bits/B": ("bpb", ".4f"),
         "acc %": ("acc", ".2f")}
-DIFFERENCES = {"better": ("better", ""), "worse": ("worse", ""), "difference": ("difference", ".4f"), "+-": ("se", ".4f")}
+DIFFERENCES = {"better": ("better", ""), "worse": ("worse", ""), "by": ("difference", ".4f"), "+-": ("se", ".4f")}
 
 
 # ----------------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ def test_a_run_is_trained_when_its_last_step_was_validated(config, tmp_path):
     sweep.out_dir = str(tmp_path)
     mine = sweep.Run(config)
     Path(mine.folder).mkdir()
-    lines = ['{"step": 2, "val_loss": 4.0}', '{"step": 4, "lo', '{"step": 2, "val_loss": 2.0}', '{"step": 4, "loss": 1.0}']
+    lines = ['{"step": 2, "val_loss": 4}', '{"step": 4, "lo', '{"step": 2, "val_loss": 2}', '{"step": 4, "loss": 1}']
     for last, trained in (("", False), ('{"step": 4, "val_loss": 1.5}', True)):
         Path(mine.path("log.jsonl")).write_text("\n".join([*lines, last]))
         assert mine.trained() == trained
