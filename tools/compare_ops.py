@@ -4,7 +4,7 @@ Compares each heavy operation with the libraries that a user would otherwise pic
 or of its bytes at that of a copy, whichever is longer. `python bench.py ops` runs it.
 
     python bench.py ops                         all operations
-    python bench.py ops --only=scan,mixer       some of them
+    python bench.py ops --only=scan,adamw       some of them
 
 Each generator below makes the tensors of one operation and yields its comparisons, which `op_row` times. On a CPU the
 tensors are small.
@@ -24,7 +24,7 @@ import bench
 import ops
 from checkpoint import check_out, write_file
 from configurator import check, configure
-from model import BlockDiffusionLM, Mamba2, ModelConfig
+from model import BlockDiffusionLM
 from paper import config_from_file
 from parallel import Parallel, ShardedAdamW, hardware, pick_dtype, select_kernels
 
@@ -56,16 +56,19 @@ def with_backward(f, inputs):
 
 
 def both_passes(name, ours, others, flops):
-    """Comparisons of the forward pass, and of forward and backward. ours and others: (function, inputs). The bytes
-    counted: forward reads inputs and writes outputs; backward reads inputs and the gradients of outputs, and writes
-    the gradients of inputs. Backward counts twice the FLOPs of forward; recomputation is not counted."""
+    """
+    Comparisons of the forward pass, and of forward and backward. ours: (function, inputs). others: {name: (function, or
+    a text that says why it is missing, inputs)}. The bytes counted: forward reads inputs and writes outputs; backward
+    reads inputs and the gradients of outputs, and writes the gradients of inputs. Backward counts twice the FLOPs of
+    forward; recomputation is not counted.
+    """
     def forward(f, inputs):
         return torch.no_grad()(lambda: f(*inputs))
     read, written = (sum(v.nbytes for v in tensors(x)) for x in (ours[1], forward(*ours)()))
     for what, wrap, work in (
             ("forward", forward, (flops, read + written)),
             ("forward + backward", with_backward, (3 * flops, 3 * read + 2 * written))):
-        rivals = {k: v if isinstance(v, str) else wrap(*v) for k, v in others.items()}
+        rivals = {k: f if isinstance(f, str) else wrap(f, inputs) for k, (f, inputs) in others.items()}
         yield compared(f"{name}, {what}", wrap(*ours), rivals, *work)
 
 
@@ -94,7 +97,6 @@ def scan_rows(factory, big, compiled):
     def plain(*inputs):
         with ops.plain():
             return scan(*inputs)
-    mamba_ssm = optional(load)
     for form, rows, m in (("clean stream", b, s - l), ("noisy rows", b * s // l, l)):
         x, B, C = (torch.randn(rows, m, *w, **factory) for w in ((h, p), (n,), (n,)))
         dt = 0.1 * torch.rand(rows, m, h, device=factory["device"]) + 0.001
@@ -103,35 +105,8 @@ def scan_rows(factory, big, compiled):
         inputs = (x, dt, A, B, C, D, state, l if m > l else None, 128, m > l)
         flops = rows * m * (2 * 64 * n + 2 * 64 * h * p + 4 * n * h * p)       # chunks of 64
         yield from both_passes(f"scan, {form}", (scan, inputs), {
-            "mamba-ssm": mamba_ssm if isinstance(mamba_ssm, str) else (mamba_ssm, inputs),
+            "mamba-ssm": (optional(load), inputs),
             "torch.compile of plain" if big else "plain torch": (plain, inputs)}, flops)
-
-
-def mixer_rows(factory, big, compiled):
-    """A whole Mamba mixer on noisy blocks, with both projections: the fused operator beside the plain
-    model.Mamba2.forward under torch.compile, which uses the same fast scan and convolution."""
-    rows, l, d, n, p, heads = (256, 256, 832, 128, 64, 16) if big else (2, 64, 32, 16, 16, 2)
-    config = ModelConfig(vocab_size=64, seq_len=l, block_len=l, attn_every=2, n_layer=2, n_head=heads, d_model=d,
-                         d_state=n, mamba_head_dim=p)
-    di, h, c = config.d_inner, config.d_inner // p, config.d_inner + 2 * n
-    mixer = BlockDiffusionLM(config).to(factory["device"]).layers[1].mixer.fwd     # with initialised weights
-    u, conv = torch.randn(rows, l, d, **factory), torch.randn(rows, config.conv_width - 1, c, **factory)
-    ssm, d_y = torch.randn(rows, h, p, n, device=factory["device"]), torch.randn(rows, l, d, **factory)
-    for x in (u, conv, ssm):
-        x.requires_grad_()
-    inputs = (u, conv, ssm, *mixer.parameters())
-
-    def both_passes_of(forward):
-        f = torch.compile(forward, dynamic=False) if compiled else forward
-        def step():
-            with torch.autocast(factory["device"].type, torch.bfloat16, enabled=big):
-                y, _, _ = f(mixer, u, conv, ssm, want_states=False)
-                torch.autograd.grad(y, inputs, d_y)
-        return step
-    flops = 3 * rows * l * (2 * d * (2 * di + 2 * n + h) + 2 * 64 * n + 2 * 64 * di + 4 * n * di + 2 * di * d)
-    nbytes = 3 * sum(v.nbytes for v in inputs) + 2 * d_y.nbytes
-    yield compared("Mamba mixer, forward + backward", both_passes_of(Mamba2.forward),
-                   {"Mamba2.forward, compiled": both_passes_of(Mamba2.forward.plain)}, flops, nbytes)
 
 
 def sdpa(big, **options):
@@ -163,8 +138,6 @@ def attention_rows(factory, big, compiled):
     """Attention of training. Two-stream attention computes s^2 query-key pairs per sequence. Two causal sequences of s
     tokens have as many pairs: libraries without block masks are timed on those. A full-sequence model, which is one
     block, also has s^2 pairs."""
-    def rival(f, inputs):
-        return f if isinstance(f, str) else (f, inputs)
     b, h, s, e, l = (8, 14, 8192, 64, 256) if big else (1, 2, 256, 16, 64)
     streams = [torch.randn(b, h, m, e, **factory) for m in 3 * [s - l] + 3 * [s]]
     causal, work = torch.randn(3, 2 * b, h, s, e, **factory).unbind(), 4 * b * h * e * s * s
@@ -174,12 +147,12 @@ def attention_rows(factory, big, compiled):
         def ours(*qkv):
             return ops.two_stream_attention(qkv[:3] if length < s else (qkv[0][:, :, :0],) * 3, qkv[-3:], masks)
         if length == s:
-            others = {k: (f, inputs) for k, f in sdpa(big).items()} | {"FA4": rival(flash_attention_4(), inputs)}
+            others = {k: (f, inputs) for k, f in sdpa(big).items()} | {"FA4": (flash_attention_4(), inputs)}
         else:
             others = {f"{k}, causal": (f, causal) for k, f in sdpa(big, is_causal=True).items()}
-            others["FA4, causal"] = rival(flash_attention_4(causal=True), causal)
+            others["FA4, causal"] = flash_attention_4(causal=True), causal
             if big:
-                others["FA4, sparse"] = rival(flash_attention_4(masks[0]), joined)
+                others["FA4, sparse"] = flash_attention_4(masks[0]), joined
                 others["FlexAttention, Triton"] = (
                     functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=masks[0]), joined)
         yield from both_passes(name, (ours, inputs), others, work)
@@ -240,7 +213,7 @@ def adamw_rows(factory, big, compiled):
     yield compared("AdamW step", our_step, others, 0, nbytes, graph=False)
 
 
-COMPARISONS = dict(scan=scan_rows, mixer=mixer_rows, attention=attention_rows, cross_entropy=cross_entropy_rows,
+COMPARISONS = dict(scan=scan_rows, attention=attention_rows, cross_entropy=cross_entropy_rows,
                    block_attention=block_attention_rows, adamw=adamw_rows)
 
 
@@ -267,19 +240,17 @@ def op_row(dev, ceilings, op, ours, others, flops, nbytes, count=1, graph=True):
 
 
 def timed(f, dev, count, graph):
-    """Fields for a row: the milliseconds of f, which runs an operation `count` times, and the memory that it needs on
-    top. As a CUDA graph, the time excludes that of the host. If f is text, it says why it cannot run."""
+    """Fields for a row: the milliseconds of f, which runs an operation `count` times, and their spread. As a CUDA
+    graph, the time excludes that of the host. If f is text, it says why it cannot run."""
     if isinstance(f, str):
         return dict(error=f)
     bench.release()
     try:
-        before = torch.cuda.memory_allocated()
         run = captured(f) if dev.type == "cuda" and graph else f
         median, spread, _ = bench.measure(run, dev, bench.warmup, bench.iterations)
     except Exception as error:                          # a library may fail in any way: the row says so
         return dict(error=f"failed: {type(error).__name__}: {str(error)[:80]!r}")
-    return dict(ms=1000 * median / count, spread=spread,
-                extra_gib=(torch.cuda.max_memory_allocated() - before) / 2 ** 30)
+    return dict(ms=1000 * median / count, spread=spread)
 
 
 def captured(step):

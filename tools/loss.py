@@ -9,6 +9,7 @@ import os
 import sys
 
 from configurator import script
+from tools import picture
 
 
 def read_log(path):
@@ -27,23 +28,16 @@ def read_log(path):
 def draw(folder):
     """Draws training and validation loss (nats per token) from folder/log.jsonl to folder/loss.png. Says so, or what
     is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no loss.png, which needs matplotlib: pip install matplotlib")
-        return
     rows = read_log(os.path.join(folder, "log.jsonl"))
-    fig = Figure(figsize=(7, 4), layout="constrained")
-    ax = fig.subplots()
     train = [(row["step"], row["loss"]) for row in rows if row.get("loss")]    # a loss that was not finite is None
     val = [(row["step"], row["val_loss"]) for row in rows if row.get("val_loss")]
-    ax.plot(*zip(*train), color="0.6", lw=1, label="training, mean since the last point")
-    ax.plot(*zip(*val), color="tab:blue", marker="o", ms=4, label="validation")
-    ax.set(xlabel="step", ylabel="NELBO, nats per token", title=folder)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(frameon=False)
-    fig.savefig(os.path.join(folder, "loss.png"), dpi=120)
-    print(f"wrote {os.path.join(folder, 'loss.png')}")
+    path = os.path.join(folder, "loss.png")
+    try:
+        with picture(path, title=folder, xlabel="step", ylabel="NELBO, nats per token") as ax:
+            ax.plot(*zip(*train), color="0.6", lw=1, label="training, mean since the last point")
+            ax.plot(*zip(*val), color="tab:blue", marker="o", ms=4, label="validation")
+    except ImportError:
+        print("no loss.png, which needs matplotlib: pip install matplotlib")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ Prepares text for training and evaluation, as folders that data.py reads. docs/d
     python data.py dclm --tokens 5e9
 """
 import argparse
+import contextlib
 import functools
 import gzip
 import hashlib
@@ -21,16 +22,14 @@ import re
 import shutil
 import sys
 import zlib
-from collections import Counter, deque, namedtuple
+from collections import Counter, namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
-
-import numpy as np
 
 from checkpoint import lock, need, write_file
 from configurator import UserError, script, tqdm
-from data import VOCABULARY, TokenData, encode, get_tokenizer, prepare_stdlib, read_meta, token_bytes, write_meta
+from data import VOCABULARY, TokenData, encode, get_tokenizer, prepare_stdlib, read_meta, write_meta
 
 HUB = {                             # what `python data.py NAME` downloads: repository, revision, files, split
     "dclm": ("mlfoundations/dclm-baseline-1.0", "a3b142c183aebe5af344955ae20836eb34dcf69b",
@@ -41,8 +40,8 @@ HUB = {                             # what `python data.py NAME` downloads: repo
 TAKES = dict(                       # the arguments that each command takes
     stdlib="out", show="paths", jsonl="paths val out tokenizer val_fraction split_on text_key skip_bad",
     **dict.fromkeys(HUB, "tokens out tokenizer val_fraction split_on skip_bad local"))
-BATCH = 16                          # documents that a thread tokenises at a time
-VAL_BYTES = 10 ** 6                 # kept for validation if neither --val nor --val_fraction is given: at most this
+BATCH = 256                         # documents in memory at a time; threads tokenise them
+VAL_BYTES = 10 ** 6                 # kept for validation without --val and --val_fraction: about this at most
 END_OF_TEXT = "<|endoftext|>"
 AGAIN, ELSEWHERE = "run the same command again and it continues", "choose another --out"
 
@@ -73,11 +72,11 @@ def decompressed(file, name):
     return gzip.open(file) if name.lower().endswith(".gz") else file, zlib.error
 
 
-def texts_of(raw, name, settings):
-    """The texts of one record, bytes: one, none if it is blank, or what `split_on` makes of it. They have no byte order
-    mark, and \\n as line ends. Raises ValueError for a bad record."""
+def text_of(raw, name, key):
+    """The text of one record, bytes, of a file; "" if it is blank. It has no byte order mark, and \\n as line ends.
+    Raises ValueError for a bad record."""
     if not raw.strip():
-        return []
+        return ""
     text = raw.decode("utf-8-sig")
     if not is_text(name):
         try:
@@ -86,42 +85,20 @@ def texts_of(raw, name, settings):
             row = None
         if not isinstance(row, dict):
             raise ValueError('not a JSON object; one is expected on each line, {"text": ...}')
-        text = row.get(settings.text_key)
+        text = row.get(key)
         if not isinstance(text, str):
-            raise ValueError(f'no text in "{settings.text_key}"; --text_key names another of its fields {[*row]}')
+            raise ValueError(f'no text in "{key}"; --text_key names another of its fields {[*row]}')
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     if not text:
         raise ValueError("an empty document")
-    if settings.split_on:
-        return [piece for piece in text.split(settings.split_on) if piece.strip()]
-    return [text]
+    return text
 
 
-def end_of(raw, size):
-    """Where the end of a text begins that is kept for validation: about `size` bytes, from the beginning of a line. In
-    a text without line ends there, from the beginning of a character."""
-    begin = raw.find(b"\n", max(0, len(raw) - size - 1)) + 1
-    if begin in (0, len(raw)):
-        begin = len(raw) - size
-        while begin < len(raw) and raw[begin] & 0xC0 == 0x80:       # the later bytes of a character in UTF-8
-            begin += 1
-    return begin
-
-
-def tokenise(tokenizer, documents):
-    """Encodes [(split, share, text, why)], see `Preparation.read`, as [(split, share, why, tokens, UTF-8 bytes, whether
-    the text contains END_OF_TEXT)]. Runs in threads: tiktoken releases the interpreter lock."""
-    return [(split, share, why, *encode(tokenizer, text), END_OF_TEXT in text) for split, share, text, why in documents]
-
-
-def ordered_map(pool, function, items, ahead):
-    """Like pool.map, but at most `ahead` items are in progress at a time. Results come in order."""
-    items, waiting = iter(items), deque()
-    while True:
-        waiting.extend(pool.submit(function, item) for item in islice(items, ahead - len(waiting)))
-        if not waiting:
-            return
-        yield waiting.popleft().result()
+def end_of(text, share):
+    """Where the end of a text begins, a share of its characters: if possible, at the beginning of a line."""
+    begin = int(len(text) * (1 - share))
+    line = text.find("\n", begin - 1) + 1
+    return line if 0 < line < len(text) else begin
 
 
 # ----------------------------------------------------------------------------------------------
@@ -130,29 +107,27 @@ def ordered_map(pool, function, items, ahead):
 class Preparation:
     """Turns sources into a prepared folder. The result depends only on the sources and the settings.
 
-    The tokens of an input file are a part, in the folder OUT/parts. A part is done when its counts exist: those of all
-    parts so far. A later run keeps the parts that are done and goes on with the next one.
+    Tokens are appended to OUT/train.bin and OUT/val.bin. After each input file OUT/parts/progress.json gets the counts
+    so far. A later run cuts off what comes after them, and goes on with the next file. meta.json comes last.
 
     origin, revision: texts for meta.json, where the sources come from. settings: the arguments of `parse_arguments`.
     tokens: stop when the split of the first source has this many, with the last document whole; 0: no limit.
     val_fraction None: keep the end of each .txt, and a share of other documents, for validation; a tenth of the text,
-    but at most VAL_BYTES.
+    but at most about VAL_BYTES.
     """
 
     def __init__(self, out, sources, settings, origin, revision=""):
         self.out, self.parts, self.sources, self.settings = Path(out), Path(out, "parts"), sources, settings
         self.origin, self.revision, self.tokenizer = origin, revision, get_tokenizer(settings.tokenizer)
-        self.keeps_end, self.share = False, settings.val_fraction
-        if settings.val_fraction is None:                   # no --val and no --val_fraction
-            self.keeps_end, self.share = True, min(0.1, VAL_BYTES / max(1, sum(source.size for source in sources)))
-        self.counts = Counter()             # train_tokens, train_documents, ..., skipped, marked
-        self.limited = f"{sources[0].split}_tokens"         # the count that settings.tokens limits
-        inputs = [(s.split, s.name, s.size, s.changed) for s in sources]
-        inputs += [text for text in (settings.split_on, settings.text_key) if text not in ("", "text")]
-        self.made_from = dict(
-            files=len(sources), first=sources[0].name, revision=revision,
-            sha256=hashlib.sha256(json.dumps(inputs).encode()).hexdigest(),
-            tokenizer=settings.tokenizer, budget=settings.tokens, val_fraction=settings.val_fraction)
+        self.progress, self.share = self.parts / "progress.json", settings.val_fraction
+        if self.share is None:                              # no --val and no --val_fraction
+            self.share = min(0.1, VAL_BYTES / max(1, sum(source.size for source in sources)))
+        self.keeps_end = settings.val_fraction is None and not settings.split_on
+        self.splits = {source.split for source in sources} | ({"val"} if self.share else set())
+        self.counts = Counter()             # files, train_tokens, train_documents, ..., skipped, marked
+        inputs = [(s.split, s.name, s.size, s.changed) for s in sources], revision, settings.tokenizer, settings.tokens
+        inputs += settings.val_fraction, settings.split_on, settings.text_key
+        self.made_from = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
     def run(self):
         """Prepares what is missing and returns the content of meta.json. Raises UserError."""
@@ -160,57 +135,69 @@ class Preparation:
             self.parts.mkdir(parents=True, exist_ok=True)
             with lock(self.parts / "lock", f"another process is writing to {self.out}; wait for it, or {ELSEWHERE}"):
                 if not self.is_made():                  # else that process has just finished
-                    self.write_parts()
+                    self.write_splits()
                     self.finish()
         shutil.rmtree(self.parts, ignore_errors=True)
         return read_meta(self.out)
 
     def is_made(self):
         """Whether the folder is finished. Raises UserError if it holds anything that this command did not make."""
-        held = [path.relative_to(self.out).as_posix() for path in [*self.out.glob("*"), *self.parts.glob("*")]]
-        records = sorted(name for name in held if re.fullmatch(r"meta\.json|parts/\d{7}\.json", name))
-        if records and json.loads((self.out / records[0]).read_text()).get("made_from") != self.made_from:
+        records = [path for path in (self.out / "meta.json", self.progress) if path.exists()]
+        record = json.loads(records[0].read_text()) if records else {}
+        # A run that has finished no file yet, perhaps because of a wrong setting, may go on with other ones.
+        if record and record.get("made_from") != self.made_from and record.get("counts") != {}:
             raise UserError(f"{self.out} was made from other files or with other settings, or the files have changed "
                             f"since (their size or time): {ELSEWHERE}")
-        begun = r"parts(/lock|/download|/\d{7}\.(json|train\.bin|val\.bin)(\.tmp)?)?"
-        if not records and not all(re.fullmatch(begun, name) for name in held):
+        held = {path.name for path in [*self.out.glob("*"), *self.parts.glob("*")]}
+        if not records and held - {"parts", "lock", "progress.json.tmp"}:
             raise UserError(f"{self.out} is not empty, and this command did not make it: {ELSEWHERE}")
-        return "meta.json" in held
+        return self.out / "meta.json" in records
+
+    def save(self):
+        write_file(self.progress, json.dumps(dict(made_from=self.made_from, counts=self.counts)))
 
     def is_full(self):
-        return 0 < self.settings.tokens <= self.counts[self.limited]
+        return 0 < self.settings.tokens <= self.counts[f"{self.sources[0].split}_tokens"]
 
-    def write_parts(self):
-        """Writes the parts that are missing, and downloads the file of the next one meanwhile."""
-        done = sorted(self.parts.glob("*.json"))
-        if done:
-            self.counts.update(json.loads(done[-1].read_text())["counts"])
-        fetch = lambda source: (source, source.fetch())
-        self.bar = tqdm(desc=str(self.out), unit="tok", unit_scale=True)
-        with self.bar, ThreadPoolExecutor(os.cpu_count()) as self.pool:
-            for number, file in enumerate(ordered_map(self.pool, fetch, self.sources[len(done):], 2), len(done)):
-                if self.is_full():
-                    return
-                self.write_part(f"{self.parts}/{number:07d}", *file)
+    def write_splits(self):
+        """Writes the tokens of the input files that are not done."""
+        if self.progress.exists():
+            self.counts.update(json.loads(self.progress.read_text())["counts"])
+        self.save()                                     # from now on the folder is known as ours
+        with contextlib.ExitStack() as opened:
+            pool = opened.enter_context(ThreadPoolExecutor(os.cpu_count()))
+            self.bar = opened.enter_context(tqdm(desc=str(self.out), unit="tok", unit_scale=True))
+            files = {split: opened.enter_context(open(self.out / f"{split}.bin", "ab")) for split in self.splits}
+            for split, file in files.items():
+                size = 2 * self.counts[f"{split}_tokens"]                      # 2 bytes a token
+                if file.tell() < size:
+                    raise UserError(f"{file.name} is shorter than when it was written: {ELSEWHERE}")
+                file.truncate(size)
+            for source in self.sources[self.counts["files"]:]:
+                if not self.is_full():
+                    self.write_source(source, files, pool)
 
-    def write_part(self, part, source, path):
-        """Writes the tokens of a file, and then the counts. Removes the file if it was downloaded."""
+    def write_source(self, source, files, pool):
+        """Writes the tokens of an input file, and then the counts. Removes the file if it was downloaded."""
+        path = source.fetch()
         documents = self.read(source, path)
-        batches = iter(lambda: list(islice(documents, BATCH)), [])
-        found = ordered_map(self.pool, functools.partial(tokenise, self.tokenizer), batches, 2 * os.cpu_count() + 1)
-
-        def write_splits(train):
-            write_file(f"{part}.val.bin", lambda val: self.write_tokens(dict(train=train, val=val), found))
-        write_file(f"{part}.train.bin", write_splits)
-        write_file(f"{part}.json", json.dumps(dict(made_from=self.made_from, counts=self.counts)))
+        while not self.is_full() and (batch := list(islice(documents, BATCH))):
+            for document in pool.map(self.tokenise, batch):
+                if not self.is_full():
+                    self.write(files, *document)
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        self.counts["files"] += 1
+        self.save()
         if (self.parts / "download").resolve() in path.resolve().parents:
             path.unlink()
 
     def read(self, source, path):
-        """Yields (split, share, text, why) of every document of a file. Blank lines and blank .txt files are none.
+        """Yields (split, text, why) of every document of a file. Blank lines and blank .txt files are none.
 
-        share: of such documents that goes to validation. For a bad document, and for the rest of a damaged file, text
-        is "", and why says where and why; else that is "". Raises UserError if the system cannot read the file.
+        split None: that of a document which `write` chooses. For a bad document, and for the rest of a damaged file,
+        text is "", and why says where and why; else that is "". Raises UserError if the system cannot read the file.
         """
         line, damaged = 0, zlib.error
         try:
@@ -220,100 +207,65 @@ class Preparation:
                     lines = iter(lines.read, b"")       # one line
                 for line, raw in enumerate(lines, 1):
                     try:
-                        yield from self.documents(source, raw)
+                        yield from self.documents(source, text_of(raw, source.name, self.settings.text_key))
                     except ValueError as error:
-                        yield source.split, 0, "", f"{source.name}:{line}: {error}"
+                        yield source.split, "", f"{source.name}:{line}: {error}"
         except (OSError, EOFError, damaged) as error:
             if getattr(error, "errno", None):           # an error of the system; damaged data has no errno
                 raise UserError(f"{path} cannot be read ({error.strerror}): mend that, and {AGAIN}") from None
-            yield source.split, 0, "", f"{source.name}:{line + 1}: the rest of the file is damaged ({error})"
+            yield source.split, "", f"{source.name}:{line + 1}: the rest of the file is damaged ({error})"
 
-    def documents(self, source, raw):
-        """Yields (split, share, text, ""), see `read`, of each document of a record. Raises ValueError if it is bad."""
-        pieces = [(source.split, self.share, raw)]
-        if self.keeps_end and is_text(source.name) and not self.settings.split_on:
-            begin = end_of(raw, int(min(self.share * len(raw), VAL_BYTES)))
-            pieces = [(source.split, 0, raw[:begin]), ("val", 0, raw[begin:])]
-        for split, share, piece in pieces:
-            for text in texts_of(piece, source.name, self.settings):
-                yield split, share, text, ""
+    def documents(self, source, text):
+        """The documents of a record, see `read`: one, none if it is blank, or what `split_on` or `end_of` makes of
+        it."""
+        split = None if self.share and source.split == "train" else source.split
+        pieces = text.split(self.settings.split_on) if self.settings.split_on else [text]
+        found = [(split, piece, "") for piece in pieces]
+        if self.keeps_end and is_text(source.name):
+            begin = end_of(text, self.share)
+            found = [("train", text[:begin], ""), ("val", text[begin:], "")]
+        return [document for document in found if document[1].strip()]
 
-    def write_tokens(self, files, found):
-        """Writes batches of `tokenise` to the open file of each split, up to the limit of tokens."""
-        for split, share, why, tokens, size, marked in chain.from_iterable(found):
-            if self.is_full():
-                return
-            if why:
-                self.skip(why)
-                continue
-            if share and zlib.crc32(tokens) < share * 2**32:
-                split = "val"
-            if self.keeps_end and self.counts["val_utf8_bytes"] + size > VAL_BYTES:
-                split = "train"
-            files[split].write(tokens)
-            self.count(split, len(tokens), 1, size)
-            self.counts["marked"] += marked
-            self.bar.update(len(tokens))
+    def tokenise(self, document):
+        """(split, why, tokens, UTF-8 bytes, whether it contains END_OF_TEXT) of a document, see `read`. Runs in
+        threads: tiktoken releases the interpreter lock."""
+        split, text, why = document
+        return split, why, *encode(self.tokenizer, text), END_OF_TEXT in text
 
-    def count(self, split, tokens, documents, utf8_bytes):
-        """Adds to the counts of a split."""
-        for key, n in dict(tokens=tokens, documents=documents, utf8_bytes=utf8_bytes).items():
-            self.counts[f"{split}_{key}"] += n
-
-    def skip(self, why):
-        """Reports and counts a bad document. Raises UserError without --skip_bad."""
-        if not self.settings.skip_bad:
+    def write(self, files, split, why, tokens, size, marked):
+        """Writes and counts a document, see `tokenise`. Reports a bad one. Raises UserError for it without
+        --skip_bad."""
+        if why and not self.settings.skip_bad:
             raise UserError(f"{why}; add --skip_bad and {AGAIN} without it, or correct it and {ELSEWHERE}")
-        print(f"skipped {why}", file=sys.stderr)
-        self.counts["skipped"] += 1
+        if why:
+            print(f"skipped {why}", file=sys.stderr)
+            self.counts["skipped"] += 1
+            return
+        if split is None:                               # by checksum; but of two documents each split has one
+            n = self.counts["train_documents"] + self.counts["val_documents"]
+            split = "val" if n == 0 or n > 1 and zlib.crc32(tokens) < self.share * 2**32 else "train"
+        files[split].write(tokens)
+        self.counts.update({f"{split}_tokens": len(tokens), f"{split}_documents": 1, f"{split}_utf8_bytes": size,
+                            "marked": marked})
+        self.bar.update(len(tokens))
 
     def finish(self):
-        """Joins the parts and writes meta.json. Raises UserError, and leaves nothing, if a split has no document."""
-        counts = self.counts
-        given = {source.split for source in self.sources}
-        wanted = {*given, "val"} if self.share else given
-        empty = [split for split in wanted if not counts[f"{split}_documents"]]
-        n = counts["train_documents"] + counts["val_documents"]
-        if empty and (wanted == given or n < 2):
+        """Writes meta.json. Raises UserError, and leaves nothing, if a split has no document."""
+        splits = {split: {key: self.counts[f"{split}_{key}"] for key in ("tokens", "documents", "utf8_bytes")}
+                  for split in sorted(self.splits)}
+        n = sum(counts["documents"] for counts in splits.values())
+        empty = [split for split, counts in splits.items() if not counts["documents"]]
+        if empty:
             shutil.rmtree(self.parts)
+            for split in splits:
+                (self.out / f"{split}.bin").unlink()
             advice = "name text with --val, or keep everything for training with --val_fraction 0"
-            raise UserError(f"{n} documents were found, none for the {empty[0]} split: " + (advice if n else "give text"))
-        for split in wanted:
-            write_file(self.out / f"{split}.bin", functools.partial(self.join, split))
-        for split in empty:
-            self.move_last(split)
-        splits = {split: {key: counts[f"{split}_{key}"] for key in ("tokens", "documents", "utf8_bytes")}
-                  for split in sorted(wanted)}
-        write_meta(self.out, self.origin, self.revision, self.settings.tokenizer, splits, counts["skipped"],
+            raise UserError(f"{n} documents were found, none for the {empty[0]} split: {advice if n else 'give text'}")
+        write_meta(self.out, self.origin, self.revision, self.settings.tokenizer, splits, self.counts["skipped"],
                    self.made_from)
-        self.report()
-
-    def join(self, split, whole):
-        for part in sorted(self.parts.glob(f"*.{split}.bin")):
-            with open(part, "rb") as file:
-                shutil.copyfileobj(file, whole)
-
-    def move_last(self, split):
-        """Moves the last document to a split that has none, from the other one."""
-        other = "val" if split == "train" else "train"
-        tokens = np.fromfile(self.out / f"{other}.bin", "<u2")
-        begin = np.flatnonzero(tokens == self.tokenizer.eot_token)[-2] + 1
-        last = tokens[begin:]
-        write_file(self.out / f"{split}.bin", last.tofile)
-        write_file(self.out / f"{other}.bin", tokens[:begin].tofile)
-        size = int(token_bytes(self.tokenizer.name)[last].sum())
-        self.count(split, len(last), 1, size)
-        self.count(other, -len(last), -1, -size)
-
-    def report(self):
-        """Prints what the user may not expect."""
-        train, val, marked = (self.counts[key] for key in ("train_utf8_bytes", "val_utf8_bytes", "marked"))
-        if self.keeps_end:
-            print(f"kept {val:,} of {train + val:,} bytes of text for validation; --val FILE names other text, "
-                  "--val_fraction 0 keeps nothing")
-        if marked:
-            print(f"{marked:,} documents contain {END_OF_TEXT}, which stays ordinary text; if it ends documents, "
-                  f"prepare them again with --split_on '{END_OF_TEXT}' and another --out")
+        if self.counts["marked"]:
+            print(f"{self.counts['marked']:,} documents contain {END_OF_TEXT}, which stays ordinary text; if it ends "
+                  f"documents, prepare them again with --split_on '{END_OF_TEXT}' and another --out")
 
 
 # ----------------------------------------------------------------------------------------------
@@ -324,8 +276,8 @@ def local_sources(paths, split):
     sources = []
     for path in map(Path, paths):
         if not path.is_file() or not re.search(r"\.(jsonl|json|txt)(\.zst|\.gz)?$", path.name, re.IGNORECASE):
-            raise UserError(f"{path} is not a file with one of the endings .jsonl, .json and .txt, perhaps before .zst "
-                            "or .gz: name such files")
+            raise UserError(f"{path} is not a file with one of the endings .jsonl, .json and .txt, perhaps before "
+                            ".zst or .gz: name such files")
         stat = path.stat()
         sources.append(Source(split, path.name, functools.partial(Path, path), stat.st_size, stat.st_mtime_ns))
     return sources
@@ -369,7 +321,6 @@ def show(path):
     """Prints the content of a prepared folder: counts, bytes per token, and the first tokens of each split."""
     meta = read_meta(path)
     tokenizer = get_tokenizer(meta["tokenizer"])
-    eot = tokenizer.eot_token
     origin = [meta[key] for key in ("source", "revision") if meta.get(key)]
     print(f"{path}: {' '.join(origin)}, {tokenizer.name} tokens, vocabulary {tokenizer.n_vocab:,}, "
           f"{meta.get('skipped', 0)} bad documents skipped")
@@ -378,31 +329,27 @@ def show(path):
         if "utf8_bytes" in info:
             told.append(f"{info['utf8_bytes'] / info['tokens']:.3f} bytes per token")
         print(f"{split}: {', '.join(told)}")
-        tokens = TokenData(path, split).sequences(min(100, info["tokens"]), 1)[0].numpy()
-        documents = np.split(tokens, np.flatnonzero(tokens == eot) + 1)
-        # The text is in quotation marks; the mark of a real end-of-text token is not.
-        print("   ", " [end of text] ".join(repr(tokenizer.decode(d[d != eot].tolist())) for d in documents))
+        tokens = TokenData(path, split).sequences(min(100, info["tokens"]), 1)[0].tolist()
+        print("   ", repr(tokenizer.decode(tokens)))
 
 
 def parse_arguments(argv):
-    """The arguments; those that are not given are None or empty."""
-    path = os.path.expanduser
-    form = argparse.RawDescriptionHelpFormatter
+    path, form = os.path.expanduser, argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("data.py", description=__doc__, formatter_class=form)
     parser.add_argument("command", choices=TAKES)
-    parser.add_argument("paths", nargs="*", type=path, metavar="PATH", help="training text; for show, a folder")
+    parser.add_argument("paths", nargs="*", type=path, default=[], metavar="PATH", help="training text; or a folder")
     parser.add_argument("--val", nargs="+", type=path, default=[], metavar="PATH", help="validation text")
     parser.add_argument("--out", type=path, metavar="DIR", help="the folder to make (default: data/COMMAND)")
     parser.add_argument("--local", type=path, metavar="DIR", help="a copy of the hub's files, read instead")
-    parser.add_argument("--tokenizer", choices=[*VOCABULARY], help="default: gpt2")
+    parser.add_argument("--tokenizer", choices=[*VOCABULARY], default="gpt2", help="default: gpt2")
     parser.add_argument("--tokens", type=float, help="stop here; c4 and paloma: by default 256 x 8192")
     parser.add_argument("--val_fraction", type=float, help="share of the documents for validation")
     parser.add_argument("--split_on", default="", metavar="TEXT", help=f"ends a document, for example {END_OF_TEXT}")
-    parser.add_argument("--text_key", default="", metavar="NAME", help="the field that holds the text (default: text)")
+    parser.add_argument("--text_key", default="text", metavar="NAME", help="the field of the text (default: text)")
     parser.add_argument("--skip_bad", action="store_true", help="report bad documents and go on")
     args = parser.parse_intermixed_args(argv)
     for name, value in vars(args).items():
-        if value and name not in ("command", *TAKES[args.command].split()):
+        if value != parser.get_default(name) and name not in ("command", *TAKES[args.command].split()):
             parser.error(f"{args.command} takes no {name}; it takes {TAKES[args.command]}")
     for name, least, below in (("tokens", 1, 1e15), ("val_fraction", 0, 1)):
         value = getattr(args, name)
@@ -413,32 +360,22 @@ def parse_arguments(argv):
 
 def prepare_text(args):
     """Runs the commands jsonl, dclm, c4 and paloma."""
-    args.tokenizer, args.text_key = args.tokenizer or "gpt2", args.text_key or "text"
+    args.tokens, origin, revision = int(args.tokens or 0), "local files", ""
     if args.command == "jsonl":
-        sources, origin, revision, args.tokens = own_files(args), "local files", "", 0
+        sources = local_sources(args.paths, "train") + local_sources(args.val, "val")
+        if not sources:
+            raise UserError("no files: name some, as in python data.py jsonl PATH... --out DIR")
+        if args.val_fraction and len(sources) == 1 and is_text(sources[0].name) and not args.split_on:
+            raise UserError(f"{sources[0].name} is one document, which --val_fraction does not divide: leave it out, "
+                            "and the end of the text is kept for validation, or add --split_on")
     else:
         if args.command == "dclm" and not args.tokens:
             raise UserError("how many tokens? for example python data.py dclm --tokens 5e9")
         sources, origin, revision = hub_sources(args.command, args.out, args.local)
-        args.tokens = int(args.tokens or 256 * 8192)
-        if args.val_fraction is None:
-            args.val_fraction = 5e-4 if args.command == "dclm" else 0.0
+        args.tokens = args.tokens or 256 * 8192
+    if args.val_fraction is None:
+        args.val_fraction = dict(dclm=5e-4, c4=0.0, paloma=0.0, jsonl=0.0 if args.val else None)[args.command]
     Preparation(args.out, sources, args, origin, revision).run()
-
-
-def own_files(args):
-    """The sources of jsonl. With --val, val_fraction is 0 if it was not given. Raises UserError."""
-    sources = local_sources(args.paths, "train") + local_sources(args.val, "val")
-    if not sources:
-        raise UserError("no files: name some, as in python data.py jsonl PATH... --out DIR")
-    if not args.paths:
-        print("data.py: no training text, only validation text: training files come before --val", file=sys.stderr)
-    if args.val:
-        args.val_fraction = args.val_fraction or 0.0
-    elif args.val_fraction and len(sources) == 1 and is_text(sources[0].name) and not args.split_on:
-        raise UserError(f"{sources[0].name} is one document, which --val_fraction does not divide: leave it out, and "
-                        "the end of the text is kept for validation, or add --split_on")
-    return sources
 
 
 def main(argv):
@@ -452,8 +389,7 @@ def main(argv):
             prepare_stdlib(args.out)
         elif args.command != "show":
             prepare_text(args)
-        shown = args.paths if args.command == "show" else []
-        for folder in shown or [args.out]:
+        for folder in (args.command == "show" and args.paths) or [args.out]:
             show(folder)
 
 

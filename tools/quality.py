@@ -24,7 +24,8 @@ from nelbo import sequence_nelbo
 from paper import MODELS, kind_of
 from parallel import hardware, pick_device, pick_dtype, select_kernels
 from sample import generate, open_checkpoint, open_engine
-from tools.sweep import model_in, print_table
+from tools import picture, print_table
+from tools.sweep import model_in
 
 # ----------------------------------------------------------------------------------------------
 # Settings
@@ -41,7 +42,6 @@ seed = 1337                             # of all draws
 out = "out/quality.json"                # the results; the picture gets the same name with .png
 draw = ""                               # a results file: only print and draw it
 device = "auto"                         # auto, cpu or cuda
-dtype = "auto"                          # auto: bfloat16 if the GPU has it, else float32
 # ----------------------------------------------------------------------------------------------
 
 COLUMNS = {"model": ("model", ""), "decoder": ("decoder", ""), "tokens/s": ("tok_per_s", ",.0f"),
@@ -74,7 +74,7 @@ def entropy(tokens):
 def answer_nelbo(model, windows):
     """The NELBO in nats of the tokens after the prompt, given the prompt, of windows (n, prompt_len + length): float64
     (n,). The prompt is never masked. Noise levels are stratified over the samples."""
-    nats, use_bf16 = np.zeros(len(windows)), pick_dtype(dtype, model.embed.weight.device) == torch.bfloat16
+    nats, use_bf16 = np.zeros(len(windows)), pick_dtype("auto", model.embed.weight.device) == torch.bfloat16
     for rows in batches(range(len(windows)), 8):
         x0 = windows[list(rows)].to(model.embed.weight.device)
         for j in range(mc):
@@ -110,7 +110,7 @@ def continued(engine, decoder, windows):
 def compare():
     """Runs all models with all decoders. Returns what main writes as JSON."""
     dev = torch.device(pick_device(device))
-    line, half = select_kernels("auto", dev), pick_dtype(dtype, dev)
+    line, half = select_kernels("auto", dev), pick_dtype("auto", dev)
     judge_model, tokenizer, _, record = open_checkpoint(judge, dev)
     val = TokenData(data or record["settings"]["data"], "val", tokenizer.name)
     windows = val.sequences(prompt_len + length, n_prompts)                    # (n, prompt_len + length)
@@ -133,35 +133,27 @@ def compare():
         prompts=n_prompts, prompt_len=prompt_len, length=length, batch_size=n_prompts, mc=mc, seed=seed))
 
 
-def picture(record, path):
+def draw_points(record, ax):
     """Bits per byte under the judge against tokens/s; the dashed line is the real text."""
-    from matplotlib.figure import Figure
-    fig = Figure(figsize=(7.5, 4.6), layout="constrained")
-    ax, (real, *rows) = fig.subplots(), record["rows"]
+    real, *rows = record["rows"]
     for i, name in enumerate(dict.fromkeys(row["model"] for row in rows)):
-        label, colour = MODELS.get(model_in(name), (name, f"C{i}"))
+        label, colour = MODELS[model_in(name)]
         places = {}
         for row in [row for row in rows if row["model"] == name]:              # points that coincide share a label
             ax.errorbar(row["tok_per_s"], row["bpb"], yerr=row["bpb_se"], fmt="o", ms=4, capsize=2, color=colour)
             at = round(math.log10(row["tok_per_s"]), 1), round(row["bpb"], 1)
             places.setdefault(at, []).append(row)
-        for row, *others in places.values():
-            ax.annotate("\n".join([row["decoder"], *(other["decoder"] for other in others)]),
-                        (row["tok_per_s"], row["bpb"]), (-5, 3) if i % 2 else (5, -3), color=colour, fontsize=7,
-                        textcoords="offset points", ha="right" if i % 2 else "left", va="bottom" if i % 2 else "top")
+        for at_place in places.values():
+            ax.annotate("\n".join(row["decoder"] for row in at_place), (at_place[0]["tok_per_s"], at_place[0]["bpb"]),
+                        (-5, 3) if i % 2 else (5, -3), textcoords="offset points", color=colour, fontsize=7,
+                        ha="right" if i % 2 else "left", va="bottom" if i % 2 else "top")
         ax.plot([], [], "o", color=colour, label=label)
     ax.axhline(real["bpb"], color="0.5", ls="--", lw=1, label="real text")
-    ax.set(xscale="log", xlabel=f"tokens/s, {record['settings']['prompts']} rows in a batch",
-           ylabel="bits per byte under the judge")
     ax.margins(0.15, 0.1)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(frameon=False, fontsize=8)
-    fig.savefig(path, dpi=130)
 
 
 def main():
-    check(globals(), least=dict(n_prompts=2, prompt_len=1, length=8, mc=1, seed=0),
-          choices=dict(dtype=("auto", "float32", "bfloat16")))
+    check(globals(), least=dict(n_prompts=2, prompt_len=1, length=8, mc=1, seed=0))
     check_out("out", draw or out, ".json")
     if draw:
         with open(draw) as f:
@@ -172,9 +164,9 @@ def main():
         record = compare()
         write_file(out, json.dumps(record, indent=1))
     print_table(record["rows"], COLUMNS)
-    png = (draw or out).removesuffix(".json") + ".png"
-    picture(record, png)
-    print(f"wrote {png}")
+    with picture((draw or out).removesuffix("json") + "png", xscale="log", ylabel="bits per byte under the judge",
+                 xlabel=f"tokens/s, {record['settings']['prompts']} rows in a batch") as ax:
+        draw_points(record, ax)
 
 
 if __name__ == "__main__":

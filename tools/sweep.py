@@ -1,24 +1,27 @@
 """
-Trains and evaluates many runs on the GPUs of one machine and compares them in a table and a picture. For example: the
-paper's grid of four models and five learning rates (tab:validation-87m-full), or the models and ablations on a laptop.
+Trains and evaluates several runs on the GPUs of one machine and compares them in tables and a picture. For example: the
+paper's four models on the same text, or its grid of four models and five learning rates (tab:validation-87m-full).
 
-    python -m tools.sweep config/sweep/87m.py           # the paper's grid: 100B tokens
+    python -m tools.sweep config/sweep/web_87m.py       # four models, 328M tokens each
     python -m tools.sweep config/sweep/laptop.py        # an hour and a half on two cores
-    python -m tools.sweep --draw=FILE.json,FILE2.json   # only table and picture of a finished sweep; runs of the other
-                                                        # files are drawn beside those of the same name
+    python -m tools.sweep --draw=out/sweep/sweep.json   # only tables and picture, from what a sweep wrote
 
-Each run is one process of `train.py`, followed by one of `eval.py`. After an interrupt or a failure, start the same
-command again: finished runs are not repeated, and unfinished ones continue from their checkpoints. A run's folder is
-named by its settings, so a run with other settings is another run.
+Each run is one process of `train.py`, followed by one of `eval.py`. Each GPU has one run at a time, so two GPUs train
+two models side by side. After an interrupt or a failure, start the same command again: a run is trained if its log has
+max_iters, and evaluated if its eval.json has these settings; an unfinished one continues from its checkpoint. A run's
+folder is named by its settings, so a run with other settings is another run.
+
+out_dir/sweep.json holds the NELBO of every window of every text: from it any difference can be paired again.
 """
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
 import re
-import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -29,11 +32,12 @@ import torch
 
 import eval as evaluation
 import train
-from checkpoint import check_out, lock, write_file
-from configurator import UserError, check, configure, script, settings_of, tqdm
-from data import TokenData, prepare_stdlib
-from paper import MODELS, kind_of
+from checkpoint import lock, write_file
+from configurator import UserError, check, configure, script, settings_of
+from data import TokenData
+from paper import MODELS, RESULTS, kind_of
 from parallel import ROOT, hardware, pick_device
+from tools import picture, print_table
 from tools.loss import read_log
 
 # ----------------------------------------------------------------------------------------------
@@ -41,20 +45,20 @@ from tools.loss import read_log
 out_dir = "out/sweep"
 runs = []                               # each is a config file of train.py and settings: "FILE a=1 b=2"
 train_settings = ""                     # of train.py, for all runs: "data=data/mine seed=1"; a run's own settings win
-runs_per_gpu = 1                        # runs that share a GPU, for small models
-eval_settings = "mc=8"                  # settings of eval.py
-figure = ""                             # draw the curves in this file; empty: beside the JSON, out_dir/sweep.json
-draw = []                               # only print and draw these JSON files, which a sweep wrote
+eval_settings = "mc=8"                  # of eval.py: "data=a,b" names the texts; by default a run's own validation text
+runs_per_gpu = 1                        # runs that share a GPU, for small models; without a GPU: runs at a time
+plateau = 0.0                           # nats per token; a run has left it when 50 steps have a lower mean loss
+draw = ""                               # only show and draw this JSON file, which a sweep wrote
 # ----------------------------------------------------------------------------------------------
 
-NOT_THE_RUN = {"out_dir", "resume", "micro_batch_size", "log_interval", "device", "kernels", "compile",
-               "dist_timeout"}          # settings of train.py that may differ when a run continues
-COLUMNS = {"run": ("name", ""), "parameters": ("parameters", ","), "rate": ("learning_rate", "g"),
-           "tokens": ("tokens", ","), "train": ("train_loss", ".4f"), "val": ("val_loss", ".4f"),
-           "NELBO": ("nelbo", ".4f"), "+-text": ("nelbo_se", ".4f"), "+-noise": ("nelbo_se_noise", ".4f"),
-           "PPL": ("ppl", ".2f"), "bits/B": ("bpb", ".4f"), "acc %": ("acc", ".2f"), "best": ("best", "")}
-DIFFERENCES = {"run": ("better", ""), "next": ("worse", ""), "difference": ("difference", "+.4f"),
-               "+-text": ("se_text", ".4f"), "+-seeds": ("se_seeds", ".4f"), "seeds": ("seeds", "d")}
+PAPER_TOKENS = {"87m": 5e9, "350m": 17.65e9}            # after which the paper's models have the perplexity of RESULTS
+RUN = {"run": ("name", ""), "parameters": ("parameters", ","), "rate": ("learning_rate", "g"),
+       "tokens": ("tokens", ","), "tokens/s": ("tok_per_s", ","), "left plateau at step": ("left_plateau", ","),
+       "train": ("train_loss", ".4f"), "val": ("val_loss", ".4f"), "best": ("best", "")}
+TEXT = {"run": ("name", ""), "NELBO": ("nelbo", ".4f"), "+-text": ("nelbo_se", ".4f"),
+        "+-noise": ("nelbo_se_noise", ".4f"), "PPL": ("ppl", ".2f"), "+-": ("ppl_se", ".2f"), "bits/B": ("bpb", ".4f"),
+        "acc %": ("acc", ".2f")}
+DIFFERENCES = {"better": ("better", ""), "worse": ("worse", ""), "by": ("difference", ".4f"), "+-": ("se", ".4f")}
 
 
 # ----------------------------------------------------------------------------------------------
@@ -66,20 +70,21 @@ class Run:
 
     def __init__(self, line):
         self.error = ""
-        self.file, *own = words_of(line) or [""]
-        file = os.path.splitext(os.path.basename(self.file))[0]
-        self.name = " ".join([file, *own])
-        words = {word.partition("=")[0]: f"--{word}" for word in [*words_of(train_settings), *own]}
-        self.words = [self.file, *words.values()]
+        file, *own = line.split() or [""]
+        stem = os.path.splitext(os.path.basename(file))[0]
+        self.name = " ".join([stem, *own])
+        self.words = [file, *(f"--{word}" for word in [*train_settings.split(), *own])]
         self.settings = s = configure(settings_of(vars(train)), self.words, f"run {line!r}")
-        self.eval_words = [f"--data={s['data']}", f"--device={s['device']}",
-                           *(f"--{word}" for word in words_of(eval_settings))]
         # Runs are compared by `base`: their config file and, if its name does not say it, their model.
         model = kind_of(s["attn_every"] > 1, s["block_len"] == s["seq_len"])
-        self.base = file if model_in(file) == model else f"{file} {model}"
-        own = json.dumps({k: v for k, v in s.items() if k not in NOT_THE_RUN})
-        digest = hashlib.sha256(own.encode()).hexdigest()[:8]
+        self.base = stem if model_in(stem) == model else f"{stem} {model}"
+        made_by = json.dumps({k: v for k, v in s.items() if k != "micro_batch_size"})
+        digest = hashlib.sha256(made_by.encode()).hexdigest()[:8]
         self.folder = os.path.join(out_dir, re.sub(r"[^\w.+-]", "-", f"{self.name.replace(' ', '+')}-{digest}"))
+        self.eval_words = [f"--data={s['data']}", f"--device={s['device']}",
+                           *(f"--{word}" for word in eval_settings.split()),
+                           f"--checkpoint={self.path('ckpt.pt')}", f"--out={self.path('eval.json')}"]
+        self.eval_settings = configure(settings_of(vars(evaluation)), self.eval_words, "eval_settings")
 
     def path(self, name):
         return os.path.join(self.folder, name)
@@ -94,38 +99,38 @@ class Run:
 
     def report(self):
         """eval.py's result, if it was made with the present eval_settings; else None."""
-        wanted = configure(settings_of(vars(evaluation)), self.eval_words, "eval_settings")
-        with contextlib.suppress(OSError, json.JSONDecodeError), open(self.path("eval.json")) as f:
-            record = json.load(f)
-            if all(record["settings"].get(k) == v for k, v in wanted.items() if k not in ("checkpoint", "out")):
-                return record["results"][0]
+        with contextlib.suppress(FileNotFoundError):
+            record = json.loads(Path(self.path("eval.json")).read_text())
+            return record["results"][0] if record["settings"] == self.eval_settings else None
 
-    def command(self, job):
-        """The command that runs `job`: "train" (continues from a checkpoint if there is one) or "eval"."""
-        if job == "eval":
-            return [sys.executable, str(ROOT / "eval.py"), *self.eval_words, f"--checkpoint={self.path('ckpt.pt')}",
-                    f"--out={self.path('eval.json')}"]
-        resume = ["--resume"] if os.path.exists(self.path("ckpt.pt")) else []
-        return [sys.executable, str(ROOT / "train.py"), *self.words, f"--out_dir={self.folder}", *resume]
+    def start(self, place, threads):
+        """Starts the next process of this run, train.py or eval.py, on a place. train.py continues from a checkpoint if
+        there is one. The process prints to <job>.txt in the run's folder. It has a session of its own, so that Ctrl-C
+        reaches only sweep.py, which then stops it."""
+        self.job, words = "eval", self.eval_words
+        os.makedirs(self.folder, exist_ok=True)
+        if not self.trained():
+            self.job, words = "train", [*self.words, f"--out_dir={self.folder}"]
+            if os.path.exists(self.path("ckpt.pt")):
+                words.append("--resume")
+            else:                                       # it may have ended before its first checkpoint: begin again
+                Path(self.path("log.jsonl")).unlink(missing_ok=True)
+        environment = dict(os.environ, OMP_NUM_THREADS=str(threads), PYTHONUNBUFFERED="1", CUDA_VISIBLE_DEVICES=place)
+        print(f"{self.job}.py: {self.name}, prints to {self.path(self.job)}.txt", flush=True)
+        with open(self.path(f"{self.job}.txt"), "w") as log:
+            return subprocess.Popen([sys.executable, str(ROOT / f"{self.job}.py"), *words], stdout=log, stderr=log,
+                                    env=environment, start_new_session=True)
 
-    def why(self, job, status):
-        """An error message for a failed process: its own error message, or else the last line that it printed."""
-        lines = Path(self.path(f"{job}.txt")).read_text(errors="replace").split("\n")
-        said = [line for line in lines if line.startswith(f"{job}.py: ")] or ["", *filter(str.strip, lines)]
-        return f"{self.name}: {job}.py ended with status {status}: {said[-1]} ({self.path(job)}.txt)"
+    def why(self, status):
+        """An error message for a process that failed: the last line that it printed."""
+        path = self.path(f"{self.job}.txt")
+        said = ["", *filter(str.strip, Path(path).read_text(errors="replace").splitlines())]
+        return f"{self.name}: {self.job}.py ended with status {status}: {said[-1]} ({path})"
 
 
 def model_in(base):
     """The key of MODELS that the last word of a base contains. The longest: diffumamba_h contains mamba_h. Else ""."""
     return max((model for model in MODELS if model in base.rpartition(" ")[2]), key=len, default="")
-
-
-def words_of(text):
-    """The words of a setting; quotes protect spaces, as in a shell."""
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"{text!r} cannot be split into words: {error}") from None
 
 
 # ----------------------------------------------------------------------------------------------
@@ -138,42 +143,27 @@ def places():
     return (names.split(",")[:count] or [""]) * runs_per_gpu
 
 
-def start(run, job, place, threads):
-    """Starts a process of a run on a place. It prints to <job>.txt in the run's folder. It has a session of its own,
-    so that Ctrl-C reaches only sweep.py, which then stops it."""
-    os.makedirs(run.folder, exist_ok=True)
-    if job == "train" and not os.path.exists(run.path("ckpt.pt")):
-        with contextlib.suppress(FileNotFoundError):        # the log of a run that ended before its first checkpoint
-            os.replace(run.path("log.jsonl"), run.path("log.jsonl.old"))
-    environment = dict(os.environ, OMP_NUM_THREADS=str(threads), PYTHONUNBUFFERED="1")
-    if place:
-        environment["CUDA_VISIBLE_DEVICES"] = place
-    with open(run.path(f"{job}.txt"), "w") as log:
-        return subprocess.Popen(run.command(job), stdout=log, stderr=log, env=environment, start_new_session=True)
-
-
-def run_all(jobs, bar):
+def run_all(waiting):
     """
-    Does the jobs, [(run, "train" or "eval")], in parallel on all places, and evaluates each run right after its
-    training. If a run fails, the reason goes into its `error`, and the others continue. After an interrupt it stops all
-    processes and waits for them: train.py saves a checkpoint.
+    Trains and evaluates the runs of a list, in parallel on all places, and evaluates each run right after its training.
+    If a run fails, the reason goes into its `error`, and the others continue. After an interrupt it stops all processes
+    and waits for them: train.py saves a checkpoint.
     """
-    waiting, running, free = list(jobs), {}, places()
+    running, free = {}, places()
     threads = max(1, (os.cpu_count() or 1) // len(free))
     try:
         while waiting or running:
             while waiting and free:
-                (run, job), place = waiting.pop(0), free.pop(0)
-                running[start(run, job, place, threads)] = run, job, place
+                run, place = waiting.pop(0), free.pop(0)
+                running[run.start(place, threads)] = run, place
             time.sleep(0.2)
             for process in [p for p in running if p.poll() is not None]:
-                run, job, place = running.pop(process)
+                run, place = running.pop(process)
                 free.append(place)
-                bar.update()
                 if process.returncode:
-                    run.error = run.why(job, process.returncode)
-                elif job == "train":
-                    waiting.insert(0, (run, "eval"))    # its evaluation comes before the next training
+                    run.error = run.why(process.returncode)
+                elif run.job == "train":
+                    waiting.insert(0, run)              # its evaluation comes before the next training
     finally:
         for process in running:
             process.terminate()
@@ -182,22 +172,15 @@ def run_all(jobs, bar):
 
 
 def train_and_evaluate():
-    """Does all runs. Returns the content of the JSON table."""
+    """Does all runs that are not done. Returns the content of sweep.json."""
     every = [Run(line) for line in runs]
     if not every:
         raise UserError("there are no runs; name a file that lists some, such as config/sweep/laptop.py")
-    for run in every:
-        run.report()                                    # refuses wrong eval_settings
-        for folder in run.settings["data"].split(","):
-            if folder == "data/stdlib":
-                prepare_stdlib()                        # once here; else all runs would prepare it at the same time
-            TokenData(folder, "val", run.settings["tokenizer"])
+    for folder in {folder for run in every for folder in run.eval_settings["data"]} - {"data/stdlib"}:
+        TokenData(folder, "val")                        # now, not after hours of training; train.py makes data/stdlib
     os.makedirs(out_dir, exist_ok=True)
     with lock(os.path.join(out_dir, ".lock"), f"another sweep is running in {out_dir}; choose another out_dir"):
-        todo = {run.folder: run for run in every if not run.report()}.values()
-        jobs = [(run, "eval" if run.trained() else "train") for run in todo]
-        with tqdm(desc="trainings and evaluations", total=sum(1 + (job == "train") for _, job in jobs)) as bar:
-            run_all(jobs, bar)
+        run_all([*{run.folder: run for run in every if not run.report()}.values()])
     rows = [summarise(run) for run in every]
     return dict(runs=rows, differences=differences(rows), gpus=torch.cuda.device_count(),
                 hardware=hardware(torch.device(pick_device("auto"))))
@@ -206,141 +189,91 @@ def train_and_evaluate():
 # ----------------------------------------------------------------------------------------------
 # Reporting
 
+def left_plateau(log):
+    """The first step at which the mean training loss of the last 50 steps was below `plateau`; None if none was."""
+    losses = [(row["step"], row["loss"]) for row in log if row.get("loss")]
+    for end, (step, _) in enumerate(losses, 1):
+        recent = [loss for at, loss in losses[max(0, end - 50):end] if at > step - 50]
+        if step >= 50 and statistics.mean(recent) < plateau:
+            return step
+
+
 def summarise(run):
-    """One row of the table: eval.py's results on the first text, and the training and validation losses. A run that
-    failed has the losses logged so far and an `error`."""
-    s, log, result, train_loss, points = run.settings, run.log(), run.report(), None, []
-    for row in log:                                     # sorted by step, the training loss before the validation loss
-        train_loss = row.get("loss", train_loss)
-        if "val_loss" in row:
-            points.append(dict(step=row["step"], val=row["val_loss"], train=train_loss))
-    speed = sorted(row["tok_per_s"] for row in log if "tok_per_s" in row)
-    row = dict(name=run.name, base=run.base, learning_rate=s["learning_rate"], steps=s["max_iters"],
-               tokens=s["max_iters"] * s["batch_size"] * s["seq_len"], points=points,
-               tok_per_s=speed[len(speed) // 2] if speed else None, val_loss=points[-1]["val"] if points else None)
+    """One row of the tables: what the training logged, and eval.py's figures of each text. A run that failed has what
+    was logged so far and an `error`."""
+    s, log, result = run.settings, run.log(), run.report()
+    points = [dict(step=row["step"], val=row["val_loss"]) for row in log if "val_loss" in row]
+    losses, speeds = ([row[key] for row in log if key in row] for key in ("loss", "tok_per_s"))
+    row = dict(name=run.name, base=run.base, learning_rate=s["learning_rate"], steps=s["max_iters"], points=points,
+               tokens=s["max_iters"] * s["batch_size"] * s["seq_len"], left_plateau=left_plateau(log),
+               tok_per_s=statistics.median_low(speeds) if speeds else None, train_loss=losses[-1] if losses else None,
+               val_loss=points[-1]["val"] if points else None)
     if not result:
         return row | dict(error=run.error or f"{run.name} was not evaluated")
-    figures = next(iter(result["text"].values()))
-    return row | dict(parameters=result["parameters"], nats=figures.pop("nats"), text=figures["sha256"], eval=figures)
+    nelbo = next(iter(result["text"].values()))["nelbo"]
+    return row | dict(parameters=result["parameters"], nelbo=nelbo, texts=result["text"])
 
 
 def best_of(results):
-    """The best row of each base, {base: row}: lowest NELBO first, then rows without a NELBO by validation loss."""
+    """The best row of each base, {base: row}: that of the lowest NELBO on the first text. Rows without one come last,
+    in the order of their validation loss."""
     def score(row):
-        nelbo = row.get("eval", {}).get("nelbo")
-        return (0, nelbo) if nelbo is not None else (1, row["val_loss"] or math.inf)
+        return "nelbo" not in row, row.get("nelbo") or row["val_loss"] or math.inf
     return {row["base"]: row for row in sorted(results, key=score, reverse=True)}          # the last of a base stays
 
 
-def print_table(rows, columns):
-    """Prints rows (dicts) in aligned columns, {header: (key, format)}: the first to the left, the others to the right.
-    A column without a value is left out."""
-    columns = [[header, *("-" if row.get(key) is None else format(row[key], form) for row in rows)]
-               for header, (key, form) in columns.items() if any(row.get(key) is not None for row in rows)]
-    widths = [max(map(len, column)) for column in columns]
-    for first, *others in zip(*columns):
-        print("  ".join([first.ljust(widths[0]), *(text.rjust(width) for text, width in zip(others, widths[1:]))]))
-
-
-def show(results):
-    """The table of all runs; * marks the best row of each base."""
-    best, rows = best_of(results), []
-    for r in results:
-        train_loss = r["points"][-1]["train"] if r["points"] else None
-        mark = "*" if best[r["base"]] is r and "error" not in r else ""
-        rows.append({**r.get("eval", {}), **r, "train_loss": train_loss, "best": mark})
-    print_table(rows, COLUMNS)
-
-
-def without_seed(name):
-    """The name of a run without the setting seed=."""
-    return " ".join(word for word in name.split() if not word.startswith("seed="))
+def by_text(results):
+    """{text: the figures of every row that was evaluated on it, each a dict with the row's name and base}."""
+    found = {}
+    for row in results:
+        for text, figures in row.get("texts", {}).items():
+            found.setdefault(text, []).append(dict(figures, name=row["name"], base=row["base"]))
+    return found
 
 
 def differences(results):
     """
-    Ranks the runs by NELBO and compares each with the next worse one: [dict], in nats per token. Runs that differ only
-    in their seed are averaged. The standard error over text is that of paired differences, so models that were not
-    evaluated on the same sequences are not compared. The standard error over seeds needs at least two seeds of each.
+    The differences in NELBO between the best runs of all bases, on each text: [dict], in nats per token. The standard
+    error is that of differences paired by window, so only runs that were evaluated on the same windows are compared.
     """
-    groups, texts = {}, {}
-    for r in results:
-        if r.get("nats") and r.get("eval"):
-            tokens = r["eval"]["tokens"] / len(r["nats"])       # of a sequence
-            groups.setdefault(without_seed(r["name"]), []).append(np.array(r["nats"]) / tokens)
-            texts.setdefault(without_seed(r["name"]), set()).add((len(r["nats"]), r.get("text")))
-    order = sorted(groups, key=lambda name: np.mean(groups[name]))
     rows = []
-    for better, worse in zip(order, order[1:]):
-        if len(texts[better] | texts[worse]) == 1:
-            a, b = np.array(groups[better]), np.array(groups[worse])           # (seeds, sequences)
-            paired = b.mean(0) - a.mean(0)
-            seeds = math.sqrt(sum(x.mean(1).var(ddof=1) / len(x) for x in (a, b))) if min(len(a), len(b)) > 1 else None
-            rows.append(dict(better=better, worse=worse, difference=paired.mean(), seeds=min(len(a), len(b)),
-                             se_text=paired.std(ddof=1) / math.sqrt(len(paired)) if len(paired) > 1 else None,
-                             se_seeds=seeds))
+    for text, found in by_text(best_of(results).values()).items():
+        for a, b in itertools.combinations(sorted(found, key=lambda figures: figures["nelbo"]), 2):
+            if a["sha256"] == b["sha256"]:
+                paired = (np.array(b["nats"]) - a["nats"]) / a["seq_len"]      # (windows,)
+                se = paired.std(ddof=1) / math.sqrt(len(paired)) if len(paired) > 1 else None
+                rows.append(dict(text=text, better=a["base"], worse=b["base"], difference=paired.mean(), se=se))
     return rows
 
 
-def curves(ax, groups, looks):
-    """Draws the validation loss (solid) of every run of the groups over its tokens, and the training loss (dotted) of
-    the first."""
-    for runs in groups:
-        name, colour = looks[runs[0]["base"]]
-        for i, r in enumerate(runs):
-            tokens = [p["step"] * r["tokens"] / r["steps"] / 1e6 for p in r["points"]]
-            ax.plot(tokens, [p["val"] for p in r["points"]], color=colour, lw=0.8 if i else 1.8,
-                    label=None if i else name)
-            if not i:
-                ax.plot(tokens, [p["train"] for p in r["points"]], color=colour, lw=0.8, ls=":")
-    ax.set_title("validation (solid), training (dotted); thick: first seed", fontsize=10)
-    ax.set(xlabel="million tokens", ylabel="NELBO, nats per token")
-    ax.legend(frameon=False, fontsize=8)
+def show(results):
+    """Prints a table of all runs, in which * marks the best one of each base, and for each text its figures and the
+    differences."""
+    best = [id(row) for row in best_of(results).values()]
+    print_table([dict(row, best="*" if id(row) in best else "") for row in results], RUN)
+    for text, found in by_text(results).items():
+        print(f"\n{text}, {len(found[0]['nats'])} windows")
+        print_table(found, TEXT)
+        print("difference in NELBO, paired by window")
+        print_table([row for row in differences(results) if row["text"] == text], DIFFERENCES)
 
 
-def perplexities(ax, evaluated, looks):
-    """Draws the perplexity of every run of the groups `evaluated`, {name: runs}, with its standard error."""
-    for i, runs in enumerate(reversed(evaluated.values())):
-        for j, r in enumerate(r for r in runs if r.get("eval")):
-            ax.errorbar(r["eval"]["ppl"], i, xerr=r["eval"]["ppl_se"], fmt="o", color=looks[r["base"]][1], ms=5,
-                        capsize=3, mfc="none" if j else None)
-    ax.set_yticks(range(len(evaluated)), [*reversed(evaluated)])
-    ax.set(xlabel="validation perplexity ± standard error; filled: first seed")
-    ax.grid(axis="x", color="0.9")
-
-
-def looks_of(results):
-    """{base: (name, colour)}: those of the paper's model where only one base is that model."""
-    kinds = {r["base"]: model_in(r["base"]) for r in results}
-    looks = {}
-    for i, (base, kind) in enumerate(kinds.items()):
-        name, colour = MODELS.get(kind, (base, f"C{i}"))
-        looks[base] = (name if list(kinds.values()).count(kind) == 1 else base, colour)
-    return looks
-
-
-def picture(results, path):
-    """
-    Draws losses over tokens. Each base shows its best run among those with the fewest settings, and the runs of the
-    same name but another seed, or of another file. Below, the perplexity of evaluated runs, ± its standard error. The
-    first run of a name is drawn thick and filled, the others thin and hollow.
-    """
-    from matplotlib.figure import Figure
-    looks, groups, n_settings = looks_of(results), {}, lambda r: len(without_seed(r["name"]).split())
-    for r in results:
-        groups.setdefault(without_seed(r["name"]), []).append(r)
-    fewest = [r for r in results if n_settings(r) == min(n_settings(o) for o in results if o["base"] == r["base"])]
-    evaluated = {name: runs for name, runs in groups.items() if any(r.get("eval") for r in runs)}
-    heights = [4.4, 0.8 + 0.25 * len(evaluated)] if evaluated else [4.4]                   # inches
-    fig = Figure(figsize=(8, sum(heights)), layout="constrained")
-    panels = fig.subfigures(len(heights), height_ratios=heights, squeeze=False).flat
-    top, *below = (panel.subplots() for panel in panels)
-    curves(top, [groups[without_seed(r["name"])] for r in best_of(fewest).values()], looks)
-    for ax in below:
-        perplexities(ax, evaluated, looks)
-    for ax in fig.axes:
-        ax.spines[["top", "right"]].set_visible(False)
-    fig.savefig(path, dpi=130)
+def draw_losses(results, ax):
+    """Draws the validation losses over tokens. Thick: the best run of each base; thin: its other runs. A dot is the
+    NELBO of the first text, from eval.py. Hollow: the perplexities of the paper's models."""
+    best = [id(row) for row in best_of(results).values()]
+    for row in results:
+        base, is_best, (name, colour) = row["base"], id(row) in best, MODELS[model_in(row["base"])]
+        tokens = [point["step"] * row["tokens"] / row["steps"] for point in row["points"]]
+        ax.plot(tokens, [point["val"] for point in row["points"]], color=colour, lw=1.8 if is_best else 0.6,
+                label=name if is_best else None)
+        for figures in [*row.get("texts", {}).values()][:1]:
+            ax.errorbar(row["tokens"], figures["nelbo"], figures["nelbo_se"], fmt=".", color=colour)
+        if is_best and base in RESULTS:
+            ax.plot(PAPER_TOKENS[base.rpartition("_")[2]], math.log(RESULTS[base]["c4"][0]), "o", mfc="white", ms=7,
+                    color=colour)
+    if any(row["base"] in RESULTS for row in results):
+        ax.plot([], [], "o", mfc="white", color="0.4", label="the paper, on C4")
 
 
 # ----------------------------------------------------------------------------------------------
@@ -348,23 +281,18 @@ def picture(results, path):
 
 def main():
     check(globals(), least=dict(runs_per_gpu=1))
-    check_out("figure", figure, ".png", ".pdf", ".svg")
-    path = draw[0] if draw else os.path.join(out_dir, "sweep.json")
-    records = [json.loads(Path(file).read_text()) for file in draw]
+    path = draw or os.path.join(out_dir, "sweep.json")
     if not draw:
-        records = [train_and_evaluate()]
-        write_file(path, json.dumps(records[0], indent=1))
-    results, png = records[0]["runs"], figure or f"{os.path.splitext(path)[0]}.png"
+        write_file(path, json.dumps(train_and_evaluate(), indent=1))
+    results = json.loads(Path(path).read_text())["runs"]
     show(results)
-    if rows := differences(results):
-        print("\nNELBO difference of each run to the next worse one, paired by sequence")
-        print_table(rows, DIFFERENCES)
-    picture([r for record in records for r in record["runs"]], png)
-    print(f"wrote {png}" if draw else f"wrote {path} and {png}")
-    errors = [r["error"] for r in results if "error" in r]
+    with picture(path.removesuffix("json") + "png", xscale="log", xlabel="training tokens",
+                 ylabel="NELBO, nats per token",
+                 title="validation; curves: during training; dots: eval.py, with their standard error") as ax:
+        draw_losses(results, ax)
+    errors = [row["error"] for row in results if "error" in row]
     if errors and not draw:
-        print(*errors, sep="\n", file=sys.stderr)
-        raise UserError("some runs failed; fix the cause and start the same command again: finished runs are kept")
+        raise UserError("\n".join(["some runs failed:", *errors, "correct the cause and start the same command again"]))
 
 
 if __name__ == "__main__":

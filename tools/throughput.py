@@ -10,6 +10,7 @@ from pathlib import Path
 
 from configurator import UserError, configure
 from paper import LADDER, MODELS, SAMPLE
+from tools import picture
 
 figures = "assets"                      # the folder for throughput.png and speedup.png
 
@@ -37,32 +38,14 @@ def ratios(speed):
             for kind in ("diffumamba_h", "bdlm_attention")}
 
 
-def draw(name, title, ylabel, note, fill):
-    """Makes a picture: fill(ax) draws its content."""
-    from matplotlib.figure import Figure
-    fig = Figure(figsize=(8, 4.8))
-    ax = fig.subplots()
-    ax.set_title(title, loc="left", fontsize=11)
-    ax.set_ylabel(ylabel)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.set_axisbelow(True)
-    ax.grid(axis="y", color="0.92")
-    fig.text(0.01, 0.012, note, fontsize=7, color="0.35")
-    fill(ax)
-    os.makedirs(figures, exist_ok=True)
-    fig.tight_layout(rect=(0, 0.045, 1, 1))
-    fig.savefig(os.path.join(figures, name), dpi=150)
-    print(f"wrote {os.path.join(figures, name)}")
-
-
 def curves(ax, ours, paper, prefix=""):
     """Draws the curves ours, {kind: {length: value}}, with `paper` as hollow markers. A thin line joins the end of each
     curve to its name at the right. Names that would overlap are moved up."""
     ends, right = [], max(LADDER) * 1.25
+    ax.grid(axis="y", color="0.92")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2 if prefix else 10)
     ax.set_xticks(*zip(*((n, label) for n, label in LADDER.items() if label)))
-    ax.set_xlabel("tokens generated")
     ax.yaxis.set_major_formatter(lambda v, _: f"{v:,g}x" if prefix else f"{v:,g}")
     for kind, values in ours.items():
         ax.plot(*zip(*paper[kind].items()), "o", mfc="white", ms=5, color=MODELS[kind][1])
@@ -87,8 +70,11 @@ def main(words):
         raise UserError("name what to draw, files that bench.py wrote with --out=FILE: python bench.py plot FILE...")
     found, machines = read(files)
     speed = {kind: {n: row["tok_per_s"] for (k, n), row in found.items() if k == kind} for kind in MODELS}
-    note = f"Lines: ours, {machines}. Hollow: the paper, A100-80GB. Random weights, batch 1, bf16."
-    draw("throughput.png", "Generation, 700M parameters, 16 tokens a step", "tokens/s", note,
-         lambda ax: curves(ax, speed, SAMPLE))
-    draw("speedup.png", "Speed of BDLM Mamba-H over two others, 700M parameters", "ratio of tokens/s", note,
-         lambda ax: curves(ax, ratios(speed), ratios(SAMPLE), "over "))
+    note = f"tokens generated\nlines: ours, {machines}\nhollow: the paper, A100-80GB; random weights, batch 1, bf16"
+    os.makedirs(figures, exist_ok=True)
+    with picture(f"{figures}/throughput.png", ylabel="tokens/s", xlabel=note,
+                 title="Generation, 700M parameters, 16 tokens a step") as ax:
+        curves(ax, speed, SAMPLE)
+    with picture(f"{figures}/speedup.png", ylabel="ratio of tokens/s", xlabel=note,
+                 title="Speed of BDLM Mamba-H over two others, 700M parameters") as ax:
+        curves(ax, ratios(speed), ratios(SAMPLE), "over ")

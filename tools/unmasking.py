@@ -54,10 +54,11 @@ def record():
     masks = []                                          # after every step: which positions of the block are masked
     done = generate(model, [torch.tensor(ids)], count, sampler, new_engine,
                     on_step=lambda xt: masks.append((xt[0] == c.mask_id).cpu()))
-    steps, begin, before = {}, 0 if c.full_sequence else len(ids) // l * l, None
+    steps, before = {}, torch.zeros(1)
+    begin = (0 if c.full_sequence else len(ids) // l * l) - len(masks[0])
     for step, masked in enumerate(masks):
-        if before is None or not before.any():          # a new block begins: all that is not prompt is masked
-            begin += 0 if before is None else len(before)
+        if not before.any():                            # a new block begins: all that is not prompt is masked
+            begin += len(masked)
             before = begin + torch.arange(len(masked)) >= len(ids)
         steps |= {begin + i: step for i in (before & ~masked).nonzero().flatten().tolist()}
         before = masked

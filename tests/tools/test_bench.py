@@ -94,32 +94,26 @@ def test_ops_sets_each_operation_beside_a_library_and_its_limit():
     status, printed, error = script("bench.py", "ops", *QUICK)
     assert status == 0, error
     rows = json.loads(printed.splitlines()[-1])["rows"]
-    assert len({r["op"] for r in rows}) == len(rows) == 13
+    assert len({r["op"] for r in rows}) == len(rows) == 12
     for r in rows:
         assert r["ms"] > 0 and r["limit_ms"] > 0 and r["of_limit"] > 0, r
         assert any("ms" in other for other in r["others"].values()), r
 
 
 def test_plot_draws_two_figures_and_the_newest_row_wins(tmp_path):
-    about = dict(hardware=dict(name="a GPU", torch="2.0"))
-    old = dict(bench="sample", when="2026-01-02", **about, rows=[
-        dict(config=f"{kind}_700m", length=n, tok_per_s=100.0) for kind in MODELS for n in (256, 512)])
-    new = dict(old, when="2026-01-03", rows=[
-        dict(config="mamba_h_700m", length=512, tok_per_s=300.0),
-        dict(config="mamba_h_700m", length=512, tok_per_s=900.0, tokens_per_step=64)])        # not the paper's protocol
-    train = dict(bench="train", **about, rows=[dict(config="mamba_h_350m", gpus=1, tok_per_s=1e5)])
-    files = [str(tmp_path / f"{i}.json") for i in range(3)]
-    for path, record in zip(files, (new, old, train)):
-        with open(path, "w") as f:
-            json.dump(record, f)
+    """900 tokens/s are not by the paper's protocol, and training is no generation."""
+    rows = [dict(config=f"{kind}_700m", length=n, tok_per_s=100.0) for kind in MODELS for n in (256, 512)]
+    new = [dict(rows[-1], tok_per_s=300.0), dict(rows[-1], tok_per_s=900.0, tokens_per_step=64)]
+    train = [dict(config="mamba_h_350m", gpus=1, tok_per_s=1e5)]
+    files = [tmp_path / f"{i}.json" for i in range(3)]
+    for path, bench_, when, found in zip(files, ("sample", "sample", "train"), "213", (new, rows, train)):
+        path.write_text(json.dumps(dict(bench=bench_, when=when, rows=found, hardware=dict(name="a GPU", torch="2.0"))))
     sample, machines = throughput.read(files)
-    assert sample["mamba_h", 512]["tok_per_s"] == 300 and sample["attention", 512]["tok_per_s"] == 100
-    assert all(length in (256, 512) for _, length in sample) and machines == "a GPU, torch 2.0"
     speed = {kind: {n: r["tok_per_s"] for (k, n), r in sample.items() if k == kind} for kind in MODELS}
+    assert speed["mamba_h"] == {256: 100, 512: 300} and machines == "a GPU, torch 2.0"
     assert throughput.ratios(speed)["diffumamba_h"] == {256: 1, 512: 3}
     assert script("bench.py", "plot", files[0], f"--figures={tmp_path}", *files[1:])[0] == 0
-    for name in ("throughput.png", "speedup.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in tmp_path.glob("*.png")} == {"throughput.png", "speedup.png"}
 
 
 @pytest.mark.parametrize("name, argv, message", [
@@ -133,22 +127,19 @@ def test_plot_draws_two_figures_and_the_newest_row_wins(tmp_path):
     ("bench.py", "ops --only=adamw,nope", "only must be one of scan, "),
     ("bench.py", "plot", "name what to draw"),
     ("bench.py", "plot assets/ops.json", "the files hold no generation"),
-    ("tools/profile_step.py", "--config=laptop", "did you mean configs?"),
-    ("tools/two_streams.py", "--out={tmp}/x.foo", "out must end in .png or .pdf or .svg, but is ")])
-def test_bad_input_is_one_sentence_before_any_measurement(tmp_path, monkeypatch, name, argv, message):
+    ("tools/profile_step.py", "--config=laptop", "did you mean configs?")])
+def test_bad_input_is_one_sentence_before_any_measurement(monkeypatch, name, argv, message):
     monkeypatch.chdir(ROOT)
-    status, printed, error = script(name, *argv.format(tmp=tmp_path).split())
+    status, printed, error = script(name, *argv.split())
     assert status == 1 and error.startswith(name.removeprefix("tools/")) and message in error and "\n" not in error
     assert " %" not in printed and " ms" not in printed, "it has measured something"
 
 
-def test_the_tools_draw_and_profile_without_options_and_say_what_they_are(tmp_path):
+def test_the_tools_profile_without_options_and_say_what_they_are(tmp_path):
     status, printed, _ = script("tools/profile_step.py", "--micro_batch_size=1", f"--out={tmp_path / 'p.json'}")
     assert status == 0 and printed.startswith("laptop on cpu | kernels: ")
     assert json.loads((tmp_path / "p.json").read_text())["models"]["laptop"]["ms"] > 0
-    assert script("tools/two_streams.py", f"--out={tmp_path / 'x.png'}")[0] == 0
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    status, printed, _ = script("tools/two_streams.py", "--help")
-    assert status == 0 and "who sees whom in training" in printed
+    status, printed, _ = script("tools/profile_step.py", "--help")
+    assert status == 0 and "Profiles one training step or one denoising step" in printed
     status, printed, _ = script("bench.py")
     assert all(f"bench.py {word}" in printed for word in ("train", "sample", "ops", "plot"))

@@ -15,6 +15,7 @@ import pytest
 from checkpoint import lock
 from configurator import UserError, configure, settings_of
 from conftest import ROOT, TINY, Child, as_config, read_log, signals_put_back
+from paper import MODELS, RESULTS
 from tools import sweep
 
 
@@ -65,32 +66,31 @@ def grid(config, out, *more):
 
 @pytest.fixture(scope="module")
 def swept(config, tmp_path_factory):
-    """Such a sweep: its folder, what it printed to stderr (errors) and to stdout (table), and how it ended."""
-    out, before = str(tmp_path_factory.mktemp("sweep") / "out"), settings_of(vars(sweep))
-    errors, table = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(table):
-        with pytest.raises(UserError) as stopped:
-            grid(config, out)
+    """Such a sweep: its folder, what it printed (table), and how it ended."""
+    out, before, table = str(tmp_path_factory.mktemp("sweep") / "out"), settings_of(vars(sweep)), io.StringIO()
+    with contextlib.redirect_stdout(table), pytest.raises(UserError) as stopped:
+        grid(config, out)
     vars(sweep).update(before)
-    return types.SimpleNamespace(folder=out, errors=errors.getvalue(), table=table.getvalue(), end=str(stopped.value))
+    return types.SimpleNamespace(folder=out, table=table.getvalue(), end=str(stopped.value))
 
 
-def test_the_run_with_the_lowest_nelbo_is_best(swept):
+def test_the_run_with_the_lowest_nelbo_is_best(swept, corpus):
     slow, row, _ = json.load(open(f"{swept.folder}/sweep.json"))["runs"]
     assert (slow["learning_rate"], row["learning_rate"]) == (1e-5, 0.03)
-    assert row["eval"]["nelbo"] < slow["eval"]["nelbo"] and sweep.best_of([slow, row])["tiny_mamba_h"] is row
+    assert row["texts"][corpus]["nelbo"] < slow["texts"][corpus]["nelbo"]
+    assert sweep.best_of([slow, row])["tiny_mamba_h"] is row
     folder, = glob.glob(f"{swept.folder}/tiny_mamba_h+learning_rate-3e-2-*")
     assert row["val_loss"] == row["points"][-1]["val"] == read_log(folder)[-1]["val_loss"]
-    assert [p["step"] for p in row["points"]] == [2, 4] and row["tokens"] == 4 * 4 * 32
-    assert row["eval"]["samples"] == 2 and row["eval"]["nelbo"] > 0 and "error" not in row
+    assert [p["step"] for p in row["points"]] == [2, 4] and row["tokens"] == 4 * 4 * 32 and row["tok_per_s"] > 0
+    assert row["texts"][corpus]["samples"] == 2 and len(row["texts"][corpus]["nats"]) == 4 and "error" not in row
 
 
 def test_a_failing_run_is_a_row_with_its_last_words_and_the_others_are_kept(swept):
     failed = json.load(open(f"{swept.folder}/sweep.json"))["runs"][2]
-    assert "status 1: train.py: seq_len" in failed["error"] and failed["error"] in swept.errors
-    assert "fix the cause and start" in swept.end
+    assert "status 1: train.py: seq_len" in failed["error"] and failed["error"] in swept.end
+    assert "correct the cause and start" in swept.end
     _, kept, lost = [line.split() for line in swept.table.splitlines() if line.startswith("tiny_mamba_h ")][:3]
-    assert kept[-1] == "*" and "-" not in kept and lost[1] == "block_len=7" and lost.count("-") == 9
+    assert kept[-1] == "*" and "-" not in kept and lost[1] == "block_len=7" and lost.count("-") == 4
     assert os.path.getsize(f"{swept.folder}/sweep.png") > 5000
 
 
@@ -107,20 +107,17 @@ def test_what_is_done_is_not_done_again_and_other_settings_are_other_runs(swept,
     sweep.eval_settings = "mc=1"                        # an evaluation with other settings does not count
     mine = sweep.Run(f"{config} learning_rate=1e-5")
     assert not mine.report() and "was not evaluated" in sweep.summarise(mine)["error"]
-    sweep.train_settings = "seed=2"
-    assert not sweep.Run(f"{config} learning_rate=1e-5").trained()
-    sweep.train_settings = "device=cpu log_interval=9"  # these do not change the run
-    assert sweep.Run(f"{config} learning_rate=1e-5").trained()
+    for settings, same in (("seed=2", False), ("micro_batch_size=2", True)):
+        sweep.train_settings = settings
+        assert sweep.Run(f"{config} learning_rate=1e-5").trained() == same
 
 
 @pytest.mark.parametrize("argv, message", [
-    (["--runs=['a \"b']"], "cannot be split"),
     (["--runs=[]"], "there are no runs"),
     (["--runs_per_gpu=0"], "at least 1"),
     (["--runs=['{config}']", "--eval_settings=mcc=1"], "^eval_settings: there is no setting 'mcc'"),
     (["--runs=laptop sed=1"], "^run 'laptop sed=1': there is no setting 'sed'; did you mean seed"),
-    (["--runs=['{config} data=nowhere']"], "nowhere holds no prepared text"),
-    (["--figure=/x/y"], "must end in .png")])
+    (["--runs=['{config}']", "--eval_settings=data=nowhere"], "nowhere holds no prepared text")])
 def test_what_cannot_work_is_refused_before_any_run(config, tmp_path, argv, message):
     with pytest.raises(UserError, match=message):
         run(f"--out_dir={tmp_path}/out", *(word.format(config=config) for word in argv))
@@ -148,43 +145,48 @@ def test_an_interrupted_sweep_goes_on_where_it_was(config, tmp_path):
     assert 5 <= read_log(folder)[-1]["step"] < 150 and os.path.exists(f"{folder}/ckpt.pt")
     run(*argv)
     assert read_log(folder)[-1]["step"] == 150
-    assert json.load(open(f"{out}/sweep.json"))["runs"][0]["eval"]["nelbo"] > 0
+    assert json.load(open(f"{out}/sweep.json"))["runs"][0]["texts"]
 
 
-def test_the_last_line_of_a_step_counts_and_half_a_line_is_skipped(config, tmp_path):
+def test_a_run_is_trained_when_its_last_step_was_validated(config, tmp_path):
+    """Its checkpoint is saved before. The last line of a step counts, and half a line is skipped."""
     sweep.out_dir = str(tmp_path)
     mine = sweep.Run(config)
     Path(mine.folder).mkdir()
-    lines = ['{"step": 2, "loss": 5.0}', '{"step": 2, "val_loss": 4.0}', '{"step": 4, "lo', '{"step": 2, "loss": 3.0}',
-             '{"step": 2, "val_loss": 2.0}', '{"step": 4, "loss": 1.0}']
-    Path(mine.path("log.jsonl")).write_text("\n".join(lines))
-    assert sweep.summarise(mine)["points"] == [dict(step=2, val=2.0, train=3.0)]
-    assert not mine.trained(), "step 4 is the last, but its checkpoint may be missing: it was not validated"
-    with open(mine.path("log.jsonl"), "a") as f:
-        f.write('\n{"step": 4, "val_loss": 1.5}\n')
-    assert mine.trained()
+    lines = ['{"step": 2, "val_loss": 4}', '{"step": 4, "lo', '{"step": 2, "val_loss": 2}', '{"step": 4, "loss": 1}']
+    for last, trained in (("", False), ('{"step": 4, "val_loss": 1.5}', True)):
+        Path(mine.path("log.jsonl")).write_text("\n".join([*lines, last]))
+        assert mine.trained() == trained
+    row = sweep.summarise(mine)
+    assert row["points"] == [dict(step=2, val=2.0), dict(step=4, val=1.5)] and row["train_loss"] == 1.0
 
 
-def test_a_table_is_drawn_again_from_its_json_beside_other_files(swept, tmp_path, capsys):
-    pictures = []
-    for curve, ppl, base in ((0, 1, ""), (0.5, 1, ""), (0, 1.5, ""), (0, 1, "_other")):
-        record = json.load(open(f"{swept.folder}/sweep.json"))
+def test_a_run_has_left_the_plateau_when_fifty_steps_have_a_lower_mean_loss():
+    log = [dict(step=step, loss=loss) for step, loss in zip(range(10, 130, 10), 6 * [8.0] + 3 * [7.1] + 3 * [5.0])]
+    sweep.plateau = 7.0
+    assert sweep.left_plateau(log) == 100               # (8 + 3 * 7.1 + 5) / 5 is 6.86; ten steps before it is 7.46
+    assert sweep.left_plateau(log[:9]) is None and sweep.left_plateau([]) is None
+
+
+def test_the_tables_and_the_picture_are_drawn_again_from_the_json(swept, tmp_path, capsys):
+    record, pictures = json.load(open(f"{swept.folder}/sweep.json")), []
+    for base in ("tiny_mamba_h", "mamba_h_87m"):        # the second is in the paper, which adds a marker
         for row in record["runs"]:
-            row["base"] += base                         # a file may hold other models than the first
-            row.get("eval", {"ppl": 0})["ppl"] *= ppl
-            for point in row["points"]:
-                point["val"] -= curve
+            row["base"] = base
         (tmp_path / "again.json").write_text(json.dumps(record))
-        run(f"--draw={swept.folder}/sweep.json,{tmp_path}/again.json", f"--figure={tmp_path}/both.png")
-        assert capsys.readouterr().out.splitlines()[:3] == swept.table.splitlines()[:3]
-        pictures.append((tmp_path / "both.png").read_bytes())
-    assert len(set(pictures)) == 4
-    for row in record["runs"]:
-        row.pop("eval", None)
-    (tmp_path / "again.json").write_text(json.dumps(record))
-    run(f"--draw={tmp_path}/again.json", "--figure=")
-    table = capsys.readouterr().out
-    assert f"{record['runs'][0]['val_loss']:.4f}" in table and "*" in table and (tmp_path / "again.png").exists()
+        run(f"--draw={tmp_path}/again.json")
+        printed = capsys.readouterr().out
+        assert printed.splitlines()[:-1] == [line for line in swept.table.splitlines() if "py: " not in line][:-1]
+        pictures.append((tmp_path / "again.png").read_bytes())
+    assert pictures[0] == Path(swept.folder, "sweep.png").read_bytes() != pictures[1]
+
+
+def test_the_curves_of_earlier_revisions_are_drawn(tmp_path):
+    for name in ("laptop_sweep", "web", "web_262m"):
+        path = tmp_path / f"{name}.json"
+        path.write_text((ROOT / "assets" / path.name).read_text())
+        run(f"--draw={path}")
+        assert path.with_suffix(".png").exists()
 
 
 def test_settings_that_make_another_model_give_it_a_name_and_a_colour_of_its_own(config):
@@ -195,22 +197,16 @@ def test_settings_that_make_another_model_give_it_a_name_and_a_colour_of_its_own
     assert [sweep.model_in(base) for base in bases] == models
 
 
-def test_of_settings_given_twice_the_later_wins_and_values_may_hold_spaces(config):
-    configure(vars(sweep), ["--train_settings=max_iters=9 'data=my texts' learning_rate=1"])
-    one = sweep.Run(f"{config} learning_rate=5e-4")
-    assert one.settings["max_iters"] == 9 and one.settings["data"] == "my texts"
-    assert one.settings["learning_rate"] == 0.0005 and one.name.endswith("learning_rate=5e-4")
-    own = sweep.Run(f"{config} learning_rate=2e-3 'out_dir=a b'")
-    assert own.command("train")[-1] == f"--out_dir={own.folder}" and " " not in own.folder
-
-
-@pytest.mark.parametrize("name, n_runs", [("87m", 20), ("laptop", 29), ("web_87m", 30)])
+@pytest.mark.parametrize("name, n_runs", [("87m", 20), ("laptop", 29), ("web_87m", 4)])
 def test_the_sweeps_of_config_name_configs_and_settings_that_exist(name, n_runs, monkeypatch):
     monkeypatch.chdir(ROOT)
     configure(vars(sweep), [f"config/sweep/{name}.py"])
     every = [sweep.Run(line) for line in sweep.runs]
     assert len({run.folder for run in every}) == len(every) == n_runs
-    assert not every[0].report()                        # eval_settings are settings of eval.py
+    if name == "web_87m":                               # the paper's models, each at its best rate there
+        assert [run.base for run in every] == [f"{model}_87m" for model in MODELS]
+        assert all(run.settings["learning_rate"] == RESULTS[run.base]["lr"] for run in every)
+        assert [run.settings["warmup_iters"] for run in every] == [1000, 500, 500, 1000]
 
 
 def test_a_folder_has_one_sweep_at_a_time(swept, config):
@@ -227,14 +223,16 @@ def test_runs_share_the_gpus_that_are_visible(monkeypatch):
     assert sweep.places() == ["", ""]
 
 
-def test_differences_are_paired_by_sequence_and_seeds_are_one_entry():
-    """Sequences differ by nats, the two models by 0.1 on every one: the paired error is small."""
+def test_differences_are_paired_by_window_on_each_text():
+    """Windows differ by nats, the two models by 0.1 on every one: the paired error is small."""
     noise = [0.0, 2.0, -1.0, 5.0]
-    def row(name, base, offset):
-        return dict(name=name, base=base, nats=[10 * (3 + n + offset) for n in noise], eval=dict(tokens=40))
-    (found,) = sweep.differences([row("b seed=1", "b", 0.12), row("a seed=1", "a", 0.01), row("a seed=2", "a", -0.01),
-                                  row("b seed=2", "b", 0.08), dict(name="lost", base="c", error="why")])
-    assert (found["better"], found["worse"], found["seeds"]) == ("a", "b", 2)
-    assert found["difference"] == pytest.approx(0.1) and found["se_text"] == pytest.approx(0, abs=1e-12)
-    assert found["se_seeds"] == pytest.approx(((0.02 ** 2 + 0.04 ** 2) / 4) ** 0.5)
-    assert not sweep.differences([row("a", "a", 0.0) | dict(text="one"), row("b", "b", 0.1) | dict(text="another")])
+    def row(base, offset, sha256="one", texts=("web", "novels")):
+        nats = [10 * (3 + n + offset) for n in noise]
+        figures = dict(nats=nats, nelbo=sum(nats) / 40, seq_len=10, sha256=sha256)
+        return dict(name="a", base=base, nelbo=figures["nelbo"], texts=dict.fromkeys(texts, figures))
+    rows = [row("b", 0.1), row("a", 0.0), row("a", 0.7), row("c", 0.3, texts=["web"]), row("d", 0.2, "other")]
+    found = sweep.differences([*rows, dict(name="lost", base="e", val_loss=None)])
+    assert [(d["text"], d["better"], d["worse"]) for d in found] == [
+        ("web", "a", "b"), ("web", "a", "c"), ("web", "b", "c"), ("novels", "a", "b")]
+    assert [d["difference"] for d in found] == pytest.approx([0.1, 0.3, 0.2, 0.1])
+    assert all(d["se"] == pytest.approx(0, abs=1e-12) for d in found)

@@ -33,15 +33,6 @@ def test_every_new_token_appears_once_and_at_the_step_that_revealed_it(tmp_path,
     assert all(float(t.getAttribute("x")) + float(t.getAttribute("textLength")) < 12 + 21 * 7.8 for t in texts)
 
 
-def test_by_default_a_full_sequence_model_fills_its_window_in_sixteen_steps(tmp_path, monkeypatch):
-    model = make_model("attention", torch.float32, vocab_size=258)
-    save_checkpoint(str(tmp_path / "ckpt.pt"), model, step=0, tokenizer="bytes", settings={})
-    for key, value in dict(checkpoint=str(tmp_path), prompt="def", device="cpu").items():
-        monkeypatch.setattr(unmasking, key, value)
-    found, s = unmasking.record(), model.config.seq_len
-    assert len(found["tokens"]) == s - 3 and max(found["steps"]) + 1 == -(-(s - 3) // max(s // 16, 1))
-
-
 def test_the_committed_trace_draws_the_picture_of_the_readme(tmp_path, monkeypatch):
     monkeypatch.setattr(unmasking, "trace", str(ROOT / "assets" / "unmasking.json"))
     monkeypatch.setattr(unmasking, "out", str(tmp_path / "a.svg"))
