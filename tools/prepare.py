@@ -27,6 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
+
 from checkpoint import lock, need, write_file
 from configurator import UserError, script, tqdm
 from data import VOCABULARY, TokenData, encode, get_tokenizer, prepare_stdlib, read_meta, write_meta
@@ -41,7 +43,7 @@ TAKES = dict(                       # the arguments that each command takes
     stdlib="out", show="paths", jsonl="paths val out tokenizer val_fraction split_on text_key skip_bad",
     **dict.fromkeys(HUB, "tokens out tokenizer val_fraction split_on skip_bad local"))
 BATCH = 256                         # documents in memory at a time; threads tokenise them
-VAL_BYTES = 10 ** 6                 # kept for validation without --val and --val_fraction: about this at most
+VAL_BYTES = 10 ** 6                 # kept for validation without --val and --val_fraction: at most this
 END_OF_TEXT = "<|endoftext|>"
 AGAIN, ELSEWHERE = "run the same command again and it continues", "choose another --out"
 
@@ -96,7 +98,7 @@ def text_of(raw, name, key):
 
 def end_of(text, share):
     """Where the end of a text begins, a share of its characters: if possible, at the beginning of a line."""
-    begin = int(len(text) * (1 - share))
+    begin = len(text) - int(share * len(text))
     line = text.find("\n", begin - 1) + 1
     return line if 0 < line < len(text) else begin
 
@@ -113,7 +115,7 @@ class Preparation:
     origin, revision: texts for meta.json, where the sources come from. settings: the arguments of `parse_arguments`.
     tokens: stop when the split of the first source has this many, with the last document whole; 0: no limit.
     val_fraction None: keep the end of each .txt, and a share of other documents, for validation; a tenth of the text,
-    but at most about VAL_BYTES.
+    but at most VAL_BYTES (of several compressed .txt together it may be more).
     """
 
     def __init__(self, out, sources, settings, origin, revision=""):
@@ -222,7 +224,7 @@ class Preparation:
         pieces = text.split(self.settings.split_on) if self.settings.split_on else [text]
         found = [(split, piece, "") for piece in pieces]
         if self.keeps_end and is_text(source.name):
-            begin = end_of(text, self.share)
+            begin = end_of(text, min(self.share, VAL_BYTES / max(1, len(text))))
             found = [("train", text[:begin], ""), ("val", text[begin:], "")]
         return [document for document in found if document[1].strip()]
 
@@ -241,19 +243,37 @@ class Preparation:
             print(f"skipped {why}", file=sys.stderr)
             self.counts["skipped"] += 1
             return
-        if split is None:                               # by checksum; but of two documents each split has one
-            n = self.counts["train_documents"] + self.counts["val_documents"]
-            split = "val" if n == 0 or n > 1 and zlib.crc32(tokens) < self.share * 2**32 else "train"
+        if split is None:
+            chosen = zlib.crc32(tokens) < self.share * 2**32
+            room = self.settings.val_fraction is not None or self.counts["val_utf8_bytes"] + size <= VAL_BYTES
+            split = "val" if chosen and room else "train"
         files[split].write(tokens)
         self.counts.update({f"{split}_tokens": len(tokens), f"{split}_documents": 1, f"{split}_utf8_bytes": size,
                             "marked": marked})
+        self.counts |= {"last_tokens": len(tokens), "last_utf8_bytes": size}
         self.bar.update(len(tokens))
+
+    def move_last(self, split):
+        """Moves the last document to a split that has none, from the other one."""
+        other = "val" if split == "train" else "train"
+        n, size = self.counts["last_tokens"], self.counts["last_utf8_bytes"]
+        with open(self.out / f"{other}.bin", "r+b") as file:
+            begin = file.seek(-2 * n, os.SEEK_END)
+            last = file.read()
+            write_file(self.out / f"{split}.bin", lambda whole: whole.write(last))
+            for key, count in dict(tokens=n, documents=1, utf8_bytes=size).items():
+                self.counts.update({f"{split}_{key}": count, f"{other}_{key}": -count})
+            self.save()                                 # if the run ends here, the next one cuts the other file
+            file.truncate(begin)
 
     def finish(self):
         """Writes meta.json. Raises UserError, and leaves nothing, if a split has no document."""
+        n = self.counts["train_documents"] + self.counts["val_documents"]
+        for split in self.splits:
+            if self.share and n > 1 and not self.counts[f"{split}_documents"]:
+                self.move_last(split)
         splits = {split: {key: self.counts[f"{split}_{key}"] for key in ("tokens", "documents", "utf8_bytes")}
                   for split in sorted(self.splits)}
-        n = sum(counts["documents"] for counts in splits.values())
         empty = [split for split, counts in splits.items() if not counts["documents"]]
         if empty:
             shutil.rmtree(self.parts)
@@ -263,6 +283,10 @@ class Preparation:
             raise UserError(f"{n} documents were found, none for the {empty[0]} split: {advice if n else 'give text'}")
         write_meta(self.out, self.origin, self.revision, self.settings.tokenizer, splits, self.counts["skipped"],
                    self.made_from)
+        train, val = self.counts["train_utf8_bytes"], self.counts["val_utf8_bytes"]
+        if self.settings.val_fraction is None:
+            print(f"kept {val:,} of {train + val:,} bytes of text for validation; --val FILE names other text, "
+                  "--val_fraction 0 keeps nothing")
         if self.counts["marked"]:
             print(f"{self.counts['marked']:,} documents contain {END_OF_TEXT}, which stays ordinary text; if it ends "
                   f"documents, prepare them again with --split_on '{END_OF_TEXT}' and another --out")
@@ -321,6 +345,7 @@ def show(path):
     """Prints the content of a prepared folder: counts, bytes per token, and the first tokens of each split."""
     meta = read_meta(path)
     tokenizer = get_tokenizer(meta["tokenizer"])
+    eot = tokenizer.eot_token
     origin = [meta[key] for key in ("source", "revision") if meta.get(key)]
     print(f"{path}: {' '.join(origin)}, {tokenizer.name} tokens, vocabulary {tokenizer.n_vocab:,}, "
           f"{meta.get('skipped', 0)} bad documents skipped")
@@ -329,8 +354,10 @@ def show(path):
         if "utf8_bytes" in info:
             told.append(f"{info['utf8_bytes'] / info['tokens']:.3f} bytes per token")
         print(f"{split}: {', '.join(told)}")
-        tokens = TokenData(path, split).sequences(min(100, info["tokens"]), 1)[0].tolist()
-        print("   ", repr(tokenizer.decode(tokens)))
+        tokens = TokenData(path, split).sequences(min(100, info["tokens"]), 1)[0].numpy()
+        documents = np.split(tokens, np.flatnonzero(tokens == eot) + 1)
+        # The text is in quotation marks; the mark of a real end-of-text token is not.
+        print("   ", " [end of text] ".join(repr(tokenizer.decode(d[d != eot].tolist())) for d in documents))
 
 
 def parse_arguments(argv):

@@ -25,7 +25,6 @@ from paper import MODELS, kind_of
 from parallel import hardware, pick_device, pick_dtype, select_kernels
 from sample import generate, open_checkpoint, open_engine
 from tools import picture, print_table
-from tools.sweep import model_in
 
 # ----------------------------------------------------------------------------------------------
 # Settings
@@ -44,9 +43,9 @@ draw = ""                               # a results file: only print and draw it
 device = "auto"                         # auto, cpu or cuda
 # ----------------------------------------------------------------------------------------------
 
-COLUMNS = {"model": ("model", ""), "decoder": ("decoder", ""), "tokens/s": ("tok_per_s", ",.0f"),
-           "passes": ("passes", ".1f"), "bits/byte": ("bpb", ".3f"), "+-": ("bpb_se", ".3f"),
-           "entropy": ("entropy", ".3f"), "repeated": ("repeated", ".4f")}
+COLUMNS = {"model": ("model", ""), "block_len": ("block_len", ""), "decoder": ("decoder", ""),
+           "tokens/s": ("tok_per_s", ",.0f"), "passes": ("passes", ".1f"), "bits/byte": ("bpb", ".3f"),
+           "+-": ("bpb_se", ".3f"), "entropy": ("entropy", ".3f"), "repeated": ("repeated", ".4f")}
 
 
 def make_sampler(decoder, mask_id):
@@ -122,13 +121,15 @@ def compare():
         if model.config.full_sequence or theirs.name != tokenizer.name:
             raise UserError(f"{path} must be a block model of {tokenizer.name} tokens, as the judge is; name another")
     sizes = token_bytes(tokenizer.name)
-    rows = [dict(model="real text", decoder="", **figures(windows[:, prompt_len:], windows, judge_model, sizes))]
+    real = figures(windows[:, prompt_len:], windows, judge_model, sizes)
+    rows = [dict(model="real text", block_len="", decoder="", **real)]
     for path, model, *_ in opened:
         c, engine = model.config, open_engine("auto", model, half)
         for decoder in tqdm(decoders, path):
             texts, speed = continued(engine, decoder, windows)
-            rows.append(dict(model=kind_of(c.hybrid, c.full_sequence), checkpoint=path, decoder=decoder, **speed,
-                             **figures(texts, windows, judge_model, sizes), sample=tokenizer.decode(texts[0].tolist())))
+            rows.append(dict(model=kind_of(c.hybrid, c.full_sequence), block_len=c.block_len, checkpoint=path,
+                             decoder=decoder, **speed, **figures(texts, windows, judge_model, sizes),
+                             sample=tokenizer.decode(texts[0].tolist())))
     return dict(rows=rows, judge=judge, kernels=line, hardware=hardware(dev), settings=dict(
         prompts=n_prompts, prompt_len=prompt_len, length=length, batch_size=n_prompts, mc=mc, seed=seed))
 
@@ -136,18 +137,18 @@ def compare():
 def draw_points(record, ax):
     """Bits per byte under the judge against tokens/s; the dashed line is the real text."""
     real, *rows = record["rows"]
-    for i, name in enumerate(dict.fromkeys(row["model"] for row in rows)):
-        label, colour = MODELS[model_in(name)]
+    for i, (model, block_len) in enumerate(dict.fromkeys((row["model"], row["block_len"]) for row in rows)):
+        (label, colour), marker = MODELS[model], "osD^v"[i % 5]
         places = {}
-        for row in [row for row in rows if row["model"] == name]:              # points that coincide share a label
-            ax.errorbar(row["tok_per_s"], row["bpb"], yerr=row["bpb_se"], fmt="o", ms=4, capsize=2, color=colour)
+        for row in [row for row in rows if (row["model"], row["block_len"]) == (model, block_len)]:
+            ax.errorbar(row["tok_per_s"], row["bpb"], yerr=row["bpb_se"], fmt=marker, ms=4, capsize=2, color=colour)
             at = round(math.log10(row["tok_per_s"]), 1), round(row["bpb"], 1)
-            places.setdefault(at, []).append(row)
+            places.setdefault(at, []).append(row)       # points that coincide share a label
         for at_place in places.values():
             ax.annotate("\n".join(row["decoder"] for row in at_place), (at_place[0]["tok_per_s"], at_place[0]["bpb"]),
                         (-5, 3) if i % 2 else (5, -3), textcoords="offset points", color=colour, fontsize=7,
                         ha="right" if i % 2 else "left", va="bottom" if i % 2 else "top")
-        ax.plot([], [], "o", color=colour, label=label)
+        ax.plot([], [], marker, color=colour, label=f"{label}, blocks of {block_len}")
     ax.axhline(real["bpb"], color="0.5", ls="--", lw=1, label="real text")
     ax.margins(0.15, 0.1)
 

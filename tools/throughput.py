@@ -1,8 +1,8 @@
 """
-Draws the throughput figures from the JSON files that bench.py wrote with --out. `python bench.py plot` runs it.
+Draws the throughput figure from the JSON files that bench.py wrote with --out. `python bench.py plot` runs it.
 
     python bench.py plot FILE... --figures=FOLDER
-    python bench.py plot assets/sample_*.json                               # those of docs/results.md
+    python bench.py plot assets/sample_*.json                               # that of docs/results.md
 """
 import json
 import os
@@ -12,7 +12,7 @@ from configurator import UserError, configure
 from paper import LADDER, MODELS, SAMPLE
 from tools import picture
 
-figures = "assets"                      # the folder for throughput.png and speedup.png
+figures = "assets"                      # the folder for throughput.png
 
 
 def read(files):
@@ -33,20 +33,15 @@ def read(files):
     return found, " and ".join(sorted(machines))
 
 
-def ratios(speed):
-    return {kind: {n: v / speed[kind][n] for n, v in speed["mamba_h"].items() if n in speed[kind]}
-            for kind in ("diffumamba_h", "bdlm_attention")}
-
-
-def curves(ax, ours, paper, prefix=""):
+def curves(ax, ours, paper):
     """Draws the curves ours, {kind: {length: value}}, with `paper` as hollow markers. A thin line joins the end of each
     curve to its name at the right. Names that would overlap are moved up."""
     ends, right = [], max(LADDER) * 1.25
     ax.grid(axis="y", color="0.92")
     ax.set_xscale("log", base=2)
-    ax.set_yscale("log", base=2 if prefix else 10)
+    ax.set_yscale("log")
     ax.set_xticks(*zip(*((n, label) for n, label in LADDER.items() if label)))
-    ax.yaxis.set_major_formatter(lambda v, _: f"{v:,g}x" if prefix else f"{v:,g}")
+    ax.yaxis.set_major_formatter(lambda v, _: f"{v:,g}")
     for kind, values in ours.items():
         ax.plot(*zip(*paper[kind].items()), "o", mfc="white", ms=5, color=MODELS[kind][1])
         if values:
@@ -58,7 +53,7 @@ def curves(ax, ours, paper, prefix=""):
         label, colour = MODELS[kind]
         at = max(y, at * (top / bottom) ** 0.045)
         ax.plot([x, right], [y, at], ":", lw=0.8, color=colour, zorder=1, clip_on=False)
-        ax.text(right * 1.05, at, prefix + label, color=colour, va="center", fontsize=9)
+        ax.text(right * 1.05, at, label, color=colour, va="center", fontsize=9)
     ax.set_xlim(min(LADDER) / 1.3, right)
 
 
@@ -75,6 +70,3 @@ def main(words):
     with picture(f"{figures}/throughput.png", ylabel="tokens/s", xlabel=note,
                  title="Generation, 700M parameters, 16 tokens a step") as ax:
         curves(ax, speed, SAMPLE)
-    with picture(f"{figures}/speedup.png", ylabel="ratio of tokens/s", xlabel=note,
-                 title="Speed of BDLM Mamba-H over two others, 700M parameters") as ax:
-        curves(ax, ratios(speed), ratios(SAMPLE), "over ")

@@ -2,12 +2,8 @@
 Records how a model unmasks a text and draws it as an animated SVG. The animation repeats and follows the viewer's light
 or dark mode.
 
-    python -m tools.unmasking --checkpoint=out/mamba_h_87m --prompt_file=novel.txt --out=assets/unmasking.svg
-    python -m tools.unmasking --trace=assets/unmasking.json         # only draw a recorded trace
-
-The trace is written beside the picture, as .json. It holds the prompt, the tokens, and the step that revealed each.
+    python -m tools.unmasking --checkpoint=assets/novelist --prompt="It was the old house " --out=out/unmasking.svg
 """
-import json
 import re
 from xml.sax.saxutils import escape
 
@@ -24,7 +20,6 @@ from sample import generate, open_checkpoint, open_engine
 # Settings
 checkpoint = "out"                      # a file of train.py, a folder or hf://owner/name
 prompt = ""                             # a text to continue
-prompt_file = ""                        # or a text file to continue
 length = 0                              # new tokens; 0: the rest of the block and one more, or of the window
 decoder = "random"                      # see sample.py
 tokens_per_step = 0                     # revealed per denoising step; 0: as in sample.py
@@ -33,7 +28,6 @@ shown = 400                             # characters of the prompt to draw, the 
 columns = 88                            # characters per line
 seconds = 8.0                           # from the first step to the last; the finished text then stays half as long
 out = "out/unmasking.svg"               # the picture
-trace = ""                              # a .json trace: only draw it
 device = "auto"                         # auto, cpu or cuda
 
 WIDE, HIGH, MARGIN = 7.8, 17, 12        # width of a character, height of a line, margin: in SVG units
@@ -42,11 +36,10 @@ WIDE, HIGH, MARGIN = 7.8, 17, 12        # width of a character, height of a line
 def record():
     """Generates. Returns a dict: `prompt`, `tokens` (the texts of the new tokens), `steps` (the step that revealed
     each), and the settings."""
-    text = open(prompt_file, encoding="utf-8-sig").read() if prompt_file else prompt
     dev = torch.device(pick_device(device))
     select_kernels("auto", dev, training=False)
     model, tokenizer, *_ = open_checkpoint(checkpoint, dev)
-    c, ids = model.config, tokenizer.encode_ordinary(text) or [tokenizer.eot_token]
+    c, ids = model.config, tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
     l = c.seq_len if c.full_sequence else c.block_len
     count = length or (1 if c.full_sequence else 2) * l - len(ids) % l         # a block model: at least one whole block
     sampler = Sampler([seed], decoder, tokens_per_step or usual_tokens_per_step(c, count), mask_id=c.mask_id)
@@ -63,7 +56,7 @@ def record():
         steps |= {begin + i: step for i in (before & ~masked).nonzero().flatten().tolist()}
         before = masked
     new = done.tokens[0].tolist()[len(ids):]
-    return dict(prompt=text, tokens=[tokenizer.decode([token]) for token in new],
+    return dict(prompt=prompt, tokens=[tokenizer.decode([token]) for token in new],
                 steps=[steps[len(ids) + i] for i in range(len(new))], model=kind_of(c.hybrid, c.full_sequence),
                 decoder=decoder, seed=seed, tokens_per_step=sampler.tokens_per_step)
 
@@ -117,12 +110,7 @@ def svg(found):
 def main():
     check(globals(), least=dict(length=0, tokens_per_step=0, shown=0, columns=20, seed=0), above=dict(seconds=0))
     check_out("out", out, ".svg")
-    if trace:
-        with open(trace) as f:
-            found = json.load(f)
-    else:
-        found = record()
-        write_file(out.removesuffix(".svg") + ".json", json.dumps(found, indent=1))
+    found = record()
     write_file(out, svg(found))
     print(f"wrote {out}: {len(found['tokens'])} tokens in {max(found['steps']) + 1} steps")
 

@@ -70,23 +70,27 @@ def test_every_format_gives_the_same_tokens(tmp_path, name):
 @pytest.mark.parametrize("text, kept", [
     pytest.param("".join(f"line {i}\n" for i in range(2000)), None, id="a tenth, from the beginning of a line"),
     pytest.param("a" * 11_000_000 + "\n" + "b\n" * 800_000, 10 ** 6, id="at most 1 MB"),
-    pytest.param("€" * 3000, 300, id="one line")])
+    pytest.param("€" * 3000, 900, id="one line")])
 def test_the_end_of_one_text_file_is_kept_for_validation(tmp_path, text, kept):
     (tmp_path / "my.TXT").write_text(text)
     out = tmp_path / "out"
-    assert script("data.py", "jsonl", tmp_path / "my.TXT", "--tokenizer=bytes", "--out", out)[0] == 0
+    status, printed, error = script("data.py", "jsonl", tmp_path / "my.TXT", "--tokenizer=bytes", "--out", out)
+    assert status == 0, error
     train, val = decoded(out, "train"), decoded(out, "val")
     assert len(train) == len(val) == 1 and train[0] + val[0] == text
-    assert abs(len(val[0]) - (kept or len(text) // 10)) < 20 and (train[0].endswith("\n") or "\n" not in text)
+    size = len(val[0].encode())
+    assert size == kept or kept is None and 0 <= len(text) // 10 - size < 20 and train[0].endswith("\n")
+    assert f"kept {size:,} of {len(text.encode()):,} bytes of text for validation" in printed
 
 
 @pytest.mark.parametrize("n", [2, 3, 300])
-def test_documents_are_kept_for_validation_and_of_two_each_split_has_one(tmp_path, n):
+def test_documents_are_kept_for_validation_and_the_last_one_where_chance_leaves_none(tmp_path, n):
     texts = [f"document {i} " + "x" * 500 for i in range(n)]
     path, out = write_jsonl(tmp_path / "a.JSONL", documents(texts)), tmp_path / "out"
     assert script("data.py", "jsonl", path, "--tokenizer=bytes", "--out", out)[0] == 0
     train, val = decoded(out, "train"), decoded(out, "val")
     assert sorted(train + val) == sorted(texts) and (len(val) == 1 if n < 4 else 10 < len(val) < 60)
+    assert val == texts[-1:] or n > 3
     counts = data.read_meta(out)["splits"]
     assert counts["val"]["utf8_bytes"] == len("".join(val)) and counts["train"]["documents"] == len(train)
     assert script("data.py", "jsonl", path, "--tokenizer=bytes", "--val_fraction=0", "--out", tmp_path / "all")[0] == 0
@@ -121,6 +125,8 @@ def test_the_text_of_a_special_token_is_told_and_can_end_documents(tmp_path, nam
     status, printed, _ = script("data.py", *arguments, tmp_path / "split", "--split_on", "<|endoftext|>")
     assert status == 0 and "documents contain" not in printed
     assert decoded(tmp_path / "split", "train") == ["one\n", "\ntwo", "three", "four"]
+    shown = script("data.py", "show", tmp_path / "plain")[1]
+    assert r"one\n<|endoftext|>\ntwo" in shown and ("three' [end of text] 'four'" in shown) == (name == "a.jsonl")
 
 
 def test_a_text_may_be_in_another_field_and_paths_may_begin_with_the_home_folder(tmp_path, monkeypatch):

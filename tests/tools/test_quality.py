@@ -34,7 +34,7 @@ def test_every_model_and_decoder_is_a_row_beside_the_real_text(corpus, models, c
     # 12 known tokens, 20 new ones, blocks of 8: 4 + 8 + 8 masks in 2 + 4 + 4 steps, and two commits.
     assert rows[0]["passes"] == pytest.approx((2 + 4 + 4 + 2) / 3) and rows[0]["tok_per_s"] > 0
     assert real["bpb"] > 0 and real["bpb_se"] > 0 and 0 < real["entropy"] < np.log(20)
-    (models / "committed.json").write_text((ROOT / "assets" / "quality.json").read_text())
+    (models / "committed.json").write_text((ROOT / "assets" / "blocks.json").read_text())
     for name in ("quality", "committed"):
         monkeypatch.setattr(quality, "draw", str(models / f"{name}.json"))
         quality.main()
