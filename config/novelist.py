@@ -23,3 +23,7 @@ eval_interval = 1000
 eval_sequences = 512
 eval_samples = 1
 log_interval = 50
+
+# The second stage, longer sequences at a lower rate on one GPU:
+# python train.py config/novelist.py --init_from=out/novelist --out_dir=out/novelist2 --seq_len=2048 --batch_size=48
+#     --learning_rate=8e-4 --warmup_iters=200 --max_iters=10112

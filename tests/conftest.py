@@ -170,10 +170,6 @@ def run_train(argv, patch=lambda module: None):
     return module
 
 
-def read_log(out_dir):
-    return [json.loads(line) for line in Path(out_dir, "log.jsonl").read_text().splitlines()]
-
-
 class Stream:
     """A stdout or stderr as in a notebook: it can write and flush, and has neither a reconfigure nor a fileno."""
 

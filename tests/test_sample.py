@@ -144,14 +144,6 @@ def test_one_token_at_a_time_in_random_order_is_exact_ancestral_sampling():
     assert abs(agreement(tokens_per_step=2) - 0.5) < 0.03
 
 
-def test_random_order_begins_at_every_masked_position_alike():
-    n, xt = 4000, torch.tensor([2, 0, 2, 2])            # the second is known
-    block = ActiveBlock(n, 4, Sampler(list(range(n)), mask_id=2, tokens_per_step=1), "cpu", time_conditioning=False)
-    block.start(xt.expand(n, 4), torch.zeros(n, dtype=torch.long))
-    first = torch.bincount(block.next_positions[:, 0], minlength=4) / n
-    assert (first - torch.tensor([1 / 3, 0, 1 / 3, 1 / 3])).abs().max() < 0.03
-
-
 def test_confidence_reveals_the_surest_positions_and_threshold_all_that_are_sure_enough():
     p = torch.tensor([[0.6, 0.99, 0.7, 0.95]])          # the likeliest token's, at each position
     logits = torch.stack([p, 1 - p], -1).log()

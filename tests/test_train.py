@@ -21,26 +21,6 @@ from tools.loss import read_log
 from train import learning_rate_at
 
 
-def test_four_steps_equal_two_then_resume_then_two_bit_for_bit(corpus, tmp_path):
-    a, b = str(tmp_path / "a"), str(tmp_path / "b")
-    run(TINY + [f"--data={corpus}", f"--out_dir={a}"])
-
-    def stop_after_two(step, *rest):
-        if step == 2:
-            raise KeyboardInterrupt
-        return learning_rate_at(step, *rest)
-    with pytest.raises(KeyboardInterrupt):              # the same run, interrupted at step 2
-        run(TINY + [f"--data={corpus}", f"--out_dir={b}"],
-            patch=lambda module: setattr(module, "learning_rate_at", stop_after_two))
-    assert load_checkpoint(f"{b}/ckpt.pt")["step"] == 2
-    run(TINY + [f"--data={corpus}", f"--out_dir={b}", "--resume"])
-    x, y = ({key: load_checkpoint(f"{folder}/ckpt.pt")[key] for key in ("step", "model", "optimizer")}
-            for folder in (a, b))
-    torch.testing.assert_close(x, y, rtol=0, atol=0)
-    losses = [[(r["step"], r.get("loss"), r.get("val_loss")) for r in read_log(f"{d}/log.jsonl")] for d in (a, b)]
-    assert losses[0] == losses[1] and len(losses[0]) == 6 and x["step"] == 4
-
-
 def test_every_row_has_noise_and_data_of_its_own_and_every_step_its_learning_rate_and_clipping(
         corpus, tmp_path, monkeypatch):
     noise, rows, updates, draw = set(), set(), [], BlockDiffusionLM.draw_noise

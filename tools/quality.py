@@ -98,7 +98,7 @@ def continued(engine, decoder, windows):
     block. The engines on a GPU commit a block in the same pass as the next step; the simple one in a pass of its
     own."""
     model, new_engine = engine
-    for _ in range(2):                                  # the first run compiles and records graphs; the second counts
+    for _ in range(1 if pick_device(device) == "cpu" else 2):      # on a GPU the first run compiles; the second counts
         sampler = make_sampler(decoder, model.config.mask_id)
         done = generate(model, list(windows[:, :prompt_len]), length, sampler, new_engine)
     l = model.config.block_len

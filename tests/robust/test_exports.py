@@ -9,7 +9,7 @@ import torch
 
 from checkpoint import CARD, CONFIG, WEIGHTS, find_checkpoint, load_checkpoint, load_model
 from configurator import UserError
-from conftest import TINY, run_train, script
+from conftest import script
 from model import cast_for_inference
 from tools.export import export
 
@@ -87,11 +87,6 @@ def test_a_foreign_or_incomplete_folder_is_refused_and_its_code_is_not_run(expor
     damage(exported)
     with pytest.raises((UserError, FileNotFoundError), match=message):
         load_checkpoint(find_checkpoint(str(exported)))
-
-
-def test_training_does_not_resume_from_an_export(corpus, exported):
-    with pytest.raises(UserError, match="no checkpoint can be read from .*ckpt.pt"):
-        run_train(TINY + [f"--data={corpus}", f"--out_dir={exported}", "--resume"])
 
 
 def test_a_model_of_the_hub_is_an_export_that_is_fetched_first(exported, monkeypatch):

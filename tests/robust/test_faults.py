@@ -7,17 +7,15 @@ import resource
 import select
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from checkpoint import load_checkpoint, load_model, load_prompt, lock, save_checkpoint, save_prompt, write_file
+from checkpoint import load_checkpoint, load_model, load_prompt, lock, save_checkpoint, save_prompt
 from configurator import UserError
-from conftest import EIGHT_STEPS, ROOT, TINY, Child, free_port, make_model, run_train, script, start_ranks
+from conftest import EIGHT_STEPS, TINY, Child, free_port, make_model, run_train, start_ranks
 from parallel import Parallel, ShardedAdamW
 from tools.export import export
 from tools.loss import read_log
@@ -153,19 +151,6 @@ def test_if_stdout_or_the_log_cannot_be_written_training_saves_and_ends_in_a_sen
     assert load_checkpoint(out / "ckpt.pt")["step"] > 0
 
 
-def test_a_run_ends_well_without_matplotlib(corpus, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    status, printed, error = script("train.py", *TINY, f"--data={corpus}", f"--out_dir={tmp_path}")
-    assert status == 0 and "no loss.png, which needs matplotlib: pip install matplotlib" in printed, error
-
-
-def test_a_reader_of_the_log_takes_the_last_line_of_a_step_and_skips_one_that_was_cut_off(tmp_path):
-    path = tmp_path / "log.jsonl"
-    path.write_text('{"step": 1, "loss": 3}\n{"step": 2, "lo{"step": 2, "val_loss": 5}\n{"step": 2, "val_loss": 4}\n'
-                    '{"step": 1, "loss": 2}\n{"step": 2')
-    assert read_log(path) == [{"step": 1, "loss": 2}, {"step": 2, "val_loss": 4}]
-
-
 def test_a_run_is_neither_overwritten_nor_trained_twice_at_once(corpus, tmp_path, request):
     request.addfinalizer(gc.enable)
     gc.disable()                                        # so a run that has ended must have unlocked its folder itself
@@ -207,18 +192,6 @@ def test_a_failed_save_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         save_checkpoint(path, model, step=2)
     assert load_checkpoint(path)["step"] == 1 and os.listdir(tmp_path) == ["ckpt.pt"]
-
-
-def test_a_written_file_follows_no_planted_link(tmp_path):
-    """Neither in place of its temporary file nor in its own place."""
-    victim = tmp_path / "victim"
-    victim.write_text("kept")
-    for name in ("a.tmp", "b"):
-        (tmp_path / name).symlink_to(victim)
-    for name in ("a", "b"):
-        write_file(tmp_path / name, "new")
-        assert not (tmp_path / name).is_symlink() and (tmp_path / name).read_text() == "new"
-    assert victim.read_text() == "kept" and sorted(os.listdir(tmp_path)) == ["a", "b", "victim"]
 
 
 # ----------------------------------------------------------------------------------------------
@@ -298,28 +271,3 @@ def test_checkpoints_of_earlier_revisions_are_resumed_and_the_same_text_may_have
     run_train([*argv, "--max_iters=9", "--seed=2"])
     assert "resuming with another data, max_iters, seed; the result" in capsys.readouterr().out
     assert load_checkpoint(tmp_path / "ckpt.pt")["step"] == 9
-
-
-CLOSED = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-import torch
-from parallel import Parallel
-parallel = Parallel("cpu", 60)
-torch.optim.AdamW([torch.zeros(1)])             # imports modules that keep the process group, if they are not there yet
-parallel.sum([1.0])
-parallel.close()
-threads = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
-sys.exit(any("gloo" in name for name in threads))
-"""
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads the threads of a process from Linux's /proc")
-def test_no_thread_of_the_process_group_is_left_at_the_exit(tmp_path):
-    """Such a thread may need the interpreter while that shuts down, which aborts the process. One of the two processes
-    is a new one: in a fork, see `Child`, all modules have been imported already."""
-    path, rank = tmp_path / "closed.py", dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(free_port()))
-    path.write_text(CLOSED)
-    other = Child(tmp_path, path, ROOT, RANK="1", **rank)
-    assert subprocess.run([sys.executable, path, ROOT], env=dict(os.environ, RANK="0", **rank)).returncode == 0
-    assert other.end()[0] == 0

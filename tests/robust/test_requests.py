@@ -3,7 +3,6 @@ stdout, and what a terminal shows."""
 import contextlib
 import os
 import signal
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,15 +141,6 @@ def test_requests_are_refused_before_a_prompt_is_read_or_shown_and_change_no_fil
         run(monkeypatch, **{"prompt": "" if "prompt_file" in settings else "a prompt of some length", **settings})
     assert capsys.readouterr().out == ""
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
-
-
-@pytest.mark.parametrize("device, message", [
-    ("mps", "cannot sample, because draws need fp64"), ("cpu", "engine=fused needs the folder fast/")])
-def test_a_device_without_fp64_and_an_engine_without_its_folder_are_refused(monkeypatch, device, message):
-    monkeypatch.setattr(sample, "has_fast", lambda: False)
-    model = SimpleNamespace(embed=SimpleNamespace(weight=SimpleNamespace(device=torch.device(device))))
-    with pytest.raises(UserError, match=message):
-        sample.open_engine("fused", model)
 
 
 def test_all_settings_reach_the_generation_and_watch_prints_a_line_for_each_step(monkeypatch, capsys):

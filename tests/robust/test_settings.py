@@ -8,12 +8,11 @@ import pytest
 import torch
 
 import configurator
-import ops
 from configurator import UserError, configure, settings_of
 from conftest import ROOT, TINY, make_model, module_of, run_train, script
 from model import BlockDiffusionLM, ModelConfig
 from paper import config_from_file
-from parallel import Parallel, ampere_or_later, pick_dtype, select_kernels
+from parallel import Parallel
 
 
 def namespace(**extra):
@@ -193,21 +192,6 @@ def test_the_laptop_config_is_the_default_and_the_others_start_from_smaller_weig
     for path in {*ROOT.glob("config/*_*.py")}:          # the wide models; laptop and novelist are narrow
         settings = settings_with(str(path))
         assert settings["init_std"] == settings["embed_std"] == 0.02
-
-
-def test_a_gpu_before_ampere_runs_the_plain_operations_in_fp32(monkeypatch):
-    """A mocked T4. ops.FAST stays empty, so neither the kernels nor the engines of fast/ are chosen."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    for capability, modern in (((8, 0), True), ((7, 5), False)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        assert ampere_or_later("cuda") == modern and not ampere_or_later("cpu")
-        assert pick_dtype("auto", "cuda") == (torch.bfloat16 if modern else torch.float32)
-    ops.FAST["ssd_scan"] = None                         # left by an earlier choice
-    assert select_kernels("auto", "cuda") == (
-        "kernels: plain (Tesla T4 has compute capability 7.5; bf16 and fast/ need 8.0)")
-    assert ops.FAST == {}
-    with pytest.raises(UserError, match="kernels=mamba_ssm needs a GPU of compute capability 8.0"):
-        select_kernels("mamba_ssm", "cuda")
 
 
 @pytest.mark.parametrize("command, message", [

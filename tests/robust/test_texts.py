@@ -53,14 +53,6 @@ def test_tokens_of_another_tokenizer_another_split_and_a_short_split_are_refused
             use(data.TokenData(folder, "train"))
 
 
-def test_gpt2_without_its_files_is_one_sentence(monkeypatch):
-    def unreachable(name):
-        raise ConnectionError("no route to host")
-    monkeypatch.setattr(data.tiktoken, "get_encoding", unreachable)
-    with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR"):
-        data.get_tokenizer.__wrapped__("gpt2")
-
-
 def truncated(path):
     path.write_bytes(path.read_bytes()[:-200])
 
@@ -206,28 +198,6 @@ def test_a_file_that_may_not_be_read_is_no_bad_document(tmp_path, monkeypatch):
             prepared(tmp_path / "out", paths, skip_bad=True)
     meta = prepared(tmp_path / "out", paths, skip_bad=True)
     assert meta["skipped"] == 0 and meta["splits"]["train"]["documents"] == 2 * len(TEXTS)
-
-
-def test_a_default_corpus_that_another_process_made_meanwhile_is_used(tmp_path, monkeypatch):
-    fake_stdlib(tmp_path / "lib")
-    write, out = data.write_stdlib, tmp_path / "stdlib"
-
-    def slow(work, root):
-        write(work, root)
-        if not out.exists():                            # the other process
-            work.rename(out)
-            work.mkdir()
-            write(work, root)
-    monkeypatch.setattr(data, "write_stdlib", slow)
-    assert data.prepare_stdlib(out, tmp_path / "lib")["splits"]["train"]["documents"] > 0
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("stdlib")] == ["stdlib"]
-
-
-def test_an_empty_default_corpus_leaves_nothing_behind(tmp_path):
-    (tmp_path / "lib").mkdir()
-    with pytest.raises(UserError, match="no Python source.*python data.py --help"):
-        data.prepare_stdlib(tmp_path / "data" / "stdlib", tmp_path / "lib")
-    assert list((tmp_path / "data").iterdir()) == []
 
 
 def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """data.py's commands over texts of all formats. No network is used: the hub is a folder."""
 import contextlib
-import errno
 import gzip
 import itertools
 import json
@@ -162,10 +161,6 @@ def test_one_command_prepares_each_data_set_and_stops_at_its_budget(tmp_path, na
     assert data.read_meta(out)["source"] == prepare.HUB[name][0]
 
 
-class GatedRepoError(Exception):
-    pass
-
-
 def fake_hub(monkeypatch, root, log, fail=None):
     """A stand-in for huggingface_hub over a local folder."""
     def download(repo, name, local_dir, repo_type, revision):
@@ -205,16 +200,6 @@ def test_a_download_that_breaks_off_goes_on_and_leaves_no_copies(tmp_path, monke
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
     assert json.loads((tmp_path / "out" / "meta.json").read_text())["revision"] == "a" * 40
     assert max(log) < 6, "downloads pile up instead of being removed once they are read"
-
-
-@pytest.mark.parametrize("name, error, told", [
-    ("c4", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), ["No space left", "the room on the disk"]),
-    ("paloma", GatedRepoError("403"), ["hf auth login", "huggingface.co/datasets/allenai/paloma"])])
-def test_a_full_disk_and_a_gated_data_set_are_told(tmp_path, monkeypatch, name, error, told):
-    write_jsonl(tmp_path / "hub" / LAYOUT[name].format(0), documents(TEXTS))
-    fake_hub(monkeypatch, tmp_path / "hub", [], lambda file: error)
-    status, _, printed = script("data.py", name, "--tokenizer", "bytes", "--out", tmp_path / "out")
-    assert status == 1 and all(words in printed for words in told)
 
 
 def test_show_prints_counts_bytes_per_token_and_text(tmp_path):

@@ -14,9 +14,10 @@ import pytest
 
 from checkpoint import lock
 from configurator import UserError, configure, settings_of
-from conftest import ROOT, TINY, Child, as_config, read_log, signals_put_back
+from conftest import ROOT, TINY, Child, as_config, signals_put_back
 from paper import MODELS, RESULTS
 from tools import sweep
+from tools.loss import read_log
 
 
 class Process(Child):
@@ -80,7 +81,7 @@ def test_the_run_with_the_lowest_nelbo_is_best(swept, corpus):
     assert row["texts"][corpus]["nelbo"] < slow["texts"][corpus]["nelbo"]
     assert sweep.best_of([slow, row])["tiny_mamba_h"] is row
     folder, = glob.glob(f"{swept.folder}/tiny_mamba_h+learning_rate-3e-2-*")
-    assert row["val_loss"] == row["points"][-1]["val"] == read_log(folder)[-1]["val_loss"]
+    assert row["val_loss"] == row["points"][-1]["val"] == read_log(f"{folder}/log.jsonl")[-1]["val_loss"]
     assert [p["step"] for p in row["points"]] == [2, 4] and row["tokens"] == 4 * 4 * 32 and row["tok_per_s"] > 0
     assert row["texts"][corpus]["samples"] == 2 and len(row["texts"][corpus]["nats"]) == 4 and "error" not in row
 
@@ -142,9 +143,9 @@ def test_an_interrupted_sweep_goes_on_where_it_was(config, tmp_path):
             run(*argv)
         thread.join()
     folder, = glob.glob(f"{out}/tiny_mamba_h-*")
-    assert 5 <= read_log(folder)[-1]["step"] < 150 and os.path.exists(f"{folder}/ckpt.pt")
+    assert 5 <= read_log(f"{folder}/log.jsonl")[-1]["step"] < 150 and os.path.exists(f"{folder}/ckpt.pt")
     run(*argv)
-    assert read_log(folder)[-1]["step"] == 150
+    assert read_log(f"{folder}/log.jsonl")[-1]["step"] == 150
     assert json.load(open(f"{out}/sweep.json"))["runs"][0]["texts"]
 
 
@@ -181,22 +182,6 @@ def test_the_tables_and_the_picture_are_drawn_again_from_the_json(swept, tmp_pat
     assert pictures[0] == Path(swept.folder, "sweep.png").read_bytes() != pictures[1]
 
 
-def test_the_curves_of_earlier_revisions_are_drawn(tmp_path):
-    for name in ("laptop_sweep", "web", "web_262m"):
-        path = tmp_path / f"{name}.json"
-        path.write_text((ROOT / "assets" / path.name).read_text())
-        run(f"--draw={path}")
-        assert path.with_suffix(".png").exists()
-
-
-def test_settings_that_make_another_model_give_it_a_name_and_a_colour_of_its_own(config):
-    bases = [sweep.Run(f"{config} {more}").base for more in ("", "learning_rate=1", "attn_every=1", "block_len=32",
-                                                            "attn_every=1 block_len=32")]
-    models = ["mamba_h", "mamba_h", "bdlm_attention", "diffumamba_h", "attention"]
-    assert bases == ["tiny_mamba_h"] * 2 + [f"tiny_mamba_h {model}" for model in models[2:]]
-    assert [sweep.model_in(base) for base in bases] == models
-
-
 @pytest.mark.parametrize("name, n_runs", [("87m", 20), ("laptop", 29), ("web_87m", 4)])
 def test_the_sweeps_of_config_name_configs_and_settings_that_exist(name, n_runs, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -212,15 +197,6 @@ def test_the_sweeps_of_config_name_configs_and_settings_that_exist(name, n_runs,
 def test_a_folder_has_one_sweep_at_a_time(swept, config):
     with lock(f"{swept.folder}/.lock", ""), pytest.raises(UserError, match="another sweep is running in"):
         grid(config, swept.folder)
-
-
-def test_runs_share_the_gpus_that_are_visible(monkeypatch):
-    monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,3")
-    sweep.runs_per_gpu = 2
-    assert sweep.places() == ["7", "3", "7", "3"]
-    monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 0)
-    assert sweep.places() == ["", ""]
 
 
 def test_differences_are_paired_by_window_on_each_text():

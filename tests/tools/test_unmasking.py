@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from checkpoint import save_checkpoint
-from configurator import UserError
 from conftest import make_model
 from tools import unmasking
 
@@ -30,9 +29,3 @@ def test_every_new_token_appears_once_and_at_the_step_that_revealed_it(tmp_path,
     visible = "".join(found["tokens"]).replace("\n", "").replace("\t", "")
     assert drawn.replace(" ", "") == "".join(c if c.isprintable() else "\ufffd" for c in visible).replace(" ", "")
     assert all(float(t.getAttribute("x")) + float(t.getAttribute("textLength")) < 12 + 21 * 7.8 for t in texts)
-
-
-def test_a_picture_of_another_format_is_refused(monkeypatch):
-    monkeypatch.setattr(unmasking, "out", "picture.gif")
-    with pytest.raises(UserError, match="out must end in .svg, but is picture.gif"):
-        unmasking.main()
