@@ -41,7 +41,7 @@ def linear_in_parts(x, weight, ways=1):
 
 
 def pick(x, at):
-    """As model.take, x (b, l, ...) -> (b, m, ...), by a gather, which is one short kernel."""
+    """As model.select, x (b, l, ...) -> (b, m, ...), by a gather, which is one short kernel."""
     if at is None:
         return x
     rows = x.flatten(2)                                                        # (b, l, values of a position)
