@@ -138,17 +138,15 @@ def draw_points(record, ax):
     """Bits per byte under the judge against tokens/s; the dashed line is the real text."""
     real, *rows = record["rows"]
     for i, (model, block_len) in enumerate(dict.fromkeys((row["model"], row["block_len"]) for row in rows)):
-        (label, colour), marker = MODELS[model], "osD^v"[i % 5]
-        places = {}
-        for row in [row for row in rows if (row["model"], row["block_len"]) == (model, block_len)]:
-            ax.errorbar(row["tok_per_s"], row["bpb"], yerr=row["bpb_se"], fmt=marker, ms=4, capsize=2, color=colour)
-            at = round(math.log10(row["tok_per_s"]), 1), round(row["bpb"], 1)
-            places.setdefault(at, []).append(row)       # points that coincide share a label
-        for at_place in places.values():
-            ax.annotate("\n".join(row["decoder"] for row in at_place), (at_place[0]["tok_per_s"], at_place[0]["bpb"]),
-                        (-5, 3) if i % 2 else (5, -3), textcoords="offset points", color=colour, fontsize=7,
-                        ha="right" if i % 2 else "left", va="bottom" if i % 2 else "top")
-        ax.plot([], [], marker, color=colour, label=f"{label}, blocks of {block_len}")
+        (label, colour), style = MODELS[model], ("o-", "s--", "D:", "^-.")[i % 4]
+        mine = [row for row in rows if (row["model"], row["block_len"]) == (model, block_len)]
+        x, y, se = zip(*((row["tok_per_s"], row["bpb"], row["bpb_se"]) for row in mine))
+        ax.errorbar(x, y, yerr=se, fmt=style, ms=4, lw=0.8, capsize=2, color=colour,
+                    label=f"{label}, blocks of {block_len}")
+        for row in mine:
+            ax.annotate(row["decoder"], (row["tok_per_s"], row["bpb"]), (-6, 3) if i % 2 else (6, -3), fontsize=7,
+                        textcoords="offset points", color=colour, ha="right" if i % 2 else "left",
+                        va="bottom" if i % 2 else "top")
     ax.axhline(real["bpb"], color="0.5", ls="--", lw=1, label="real text")
     ax.margins(0.15, 0.1)
 

@@ -2,7 +2,7 @@
 Records how a model unmasks a text and draws it as an animated SVG. The animation repeats and follows the viewer's light
 or dark mode.
 
-    python -m tools.unmasking --checkpoint=assets/novelist --prompt="It was the old house " --out=out/unmasking.svg
+    python -m tools.unmasking --checkpoint=assets/novelist --decoder=confidence --prompt="The old house " --length=200
 """
 import re
 from xml.sax.saxutils import escape
