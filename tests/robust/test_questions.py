@@ -4,9 +4,7 @@ import importlib.util
 import json
 import math
 import os
-import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ import torch
 import eval as evaluation
 from checkpoint import save_checkpoint
 from configurator import UserError
-from conftest import ROOT, eval_record, make_model, script
+from conftest import eval_record, make_model, script
 from data import TokenData, get_tokenizer
 from nelbo import masked_cross_entropy
 from test_eval import decoded, one_rank
@@ -152,18 +150,6 @@ def test_a_task_of_the_models_own_decodings_has_accuracy_1_and_0_if_one_byte_dif
         assert found[name]["acc,none"] == accuracy
 
 
-@with_harness
-def test_real_questions_in_a_local_task_file(checkpoints, task):
-    path = Path(ROOT, "..", "shared", "data", "eval", "piqa", "validation.jsonl")
-    if not path.exists():
-        pytest.skip("needs ../shared/data/eval")
-    rows = [json.loads(line) for line in path.read_text().splitlines()[:8]]
-    flags = task("mine", CHOICES, [dict(context=f"Question: {r['goal']}\nAnswer:", label=r["label"],
-                                        choices=[f" {r['sol1']}", f" {r['sol2']}"]) for r in rows])
-    found = eval_record(f"--checkpoint={checkpoints[0]}", "--limit=4", *flags)["results"][0]["tasks"]["mine"]
-    assert found["acc,none"] * 4 in range(5)
-
-
 # ----------------------------------------------------------------------------------------------
 # What is refused
 
@@ -175,18 +161,6 @@ def test_what_the_adapter_cannot_do_is_a_sentence(checkpoints, task, kind, messa
     flags = task("other", kind, [dict(context="some text")])
     status, _, error = script("eval.py", "--device=cpu", f"--checkpoint={checkpoints[0]}", *flags)
     assert status == 1 and message in error.splitlines()[-1]
-
-
-@with_harness
-def test_an_unknown_task_is_a_sentence(checkpoints):
-    status, _, error = script("eval.py", "--device=cpu", f"--checkpoint={checkpoints[0]}", "--tasks=piqaa")
-    assert status == 1 and "eval.py: the harness has no task 'piqaa'" in error.splitlines()[-1]
-
-
-def test_without_the_harness_the_sentence_has_its_command(checkpoints, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)   # as if it were not installed
-    status, _, error = script("eval.py", "--device=cpu", f"--checkpoint={checkpoints[0]}", "--tasks=piqa")
-    assert status == 1 and "eval.py: --tasks needs lm_eval" in error and "pip install lm_eval==0.4.13" in error
 
 
 def test_likelihoods_that_are_not_finite_are_refused():

@@ -10,7 +10,7 @@ import torch
 import configurator
 import ops
 from configurator import UserError, configure, settings_of
-from conftest import ROOT, TINY, make_model, module_of, run_train, script
+from conftest import ROOT, TINY, make_model, module_of, run_train
 from model import BlockDiffusionLM, ModelConfig
 from paper import config_from_file
 from parallel import Parallel, ampere_or_later, pick_dtype, select_kernels
@@ -189,7 +189,8 @@ def test_the_laptop_config_is_the_default_and_the_others_start_from_smaller_weig
         configure(vars(module), argv)
         return settings_of(vars(module))
     default = settings_with()
-    assert settings_with("config/laptop.py") == {**default, "tokenizer": "bytes"} and default["init_std"] == 0.1 and default["embed_std"] == 1
+    assert settings_with("config/laptop.py") == {**default, "tokenizer": "bytes"}
+    assert default["init_std"] == 0.1 and default["embed_std"] == 1
     for path in {*ROOT.glob("config/*_*.py")}:          # the wide models; laptop and novelist are narrow
         settings = settings_with(str(path))
         assert settings["init_std"] == settings["embed_std"] == 0.02
@@ -208,18 +209,3 @@ def test_a_gpu_before_ampere_runs_the_plain_operations_in_fp32(monkeypatch):
     assert ops.FAST == {}
     with pytest.raises(UserError, match="kernels=mamba_ssm needs a GPU of compute capability 8.0"):
         select_kernels("mamba_ssm", "cuda")
-
-
-@pytest.mark.parametrize("command, message", [
-    ("train.py --out_dir={tmp}/new --data={tmp}/none", "none holds no prepared text: run python data.py"),
-    ("sample.py --out_dir={tmp}/none", "make one with python train.py"),
-    ("sample.py --untrained=lptop", "config file lptop does not exist"),
-    ("eval.py --checkpoint={good} --data={data} --seq_len=33", "whole blocks of block_len 8"),
-    ("eval.py --checkpoint={tmp}/nowhere", "no checkpoint can be read from"),
-    ("eval.py --checkpoint={good} --data={tmp}/nowhere", "holds no prepared text"),
-    ("eval.py --out={tmp}/ckpt.pt", "out must end in .json, but is")])
-def test_a_mistake_is_one_sentence_and_a_non_zero_exit(saved, corpus, tmp_path, command, message):
-    command = command.format(good=saved[0], data=corpus, tmp=tmp_path).split()
-    status, _, error = script(*command, "--device=cpu")
-    last = error.splitlines()[-1]
-    assert status == 1 and last.startswith(command[0]) and message in last
