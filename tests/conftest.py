@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"                # Triton reads it when kernels are defined: before all imports
 
-from checkpoint import save_checkpoint  # noqa: E402
+from checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from configurator import configure  # noqa: E402
 from data import prepare_stdlib  # noqa: E402
 from decoders import Sampler  # noqa: E402
@@ -120,6 +120,12 @@ def corpus(tmp_path_factory):
     return str(out)
 
 
+@pytest.fixture
+def tiny(corpus, tmp_path):
+    """The flags of a tiny training, in the folder tmp_path."""
+    return [*TINY, f"--data={corpus}", f"--out_dir={tmp_path}"]
+
+
 @pytest.fixture(scope="session")
 def trained(corpus, tmp_path_factory):
     """The folder of a finished run of eight steps."""
@@ -168,6 +174,12 @@ def run_train(argv, patch=lambda module: None):
     with signals_put_back():
         module.main()
     return module
+
+
+def state_of(folder):
+    """What a run comes to: its step, weights and moments."""
+    record = load_checkpoint(os.path.join(folder, "ckpt.pt"))
+    return {key: record[key] for key in ("step", "model", "optimizer")}
 
 
 def read_log(out_dir):

@@ -10,39 +10,20 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from checkpoint import load_checkpoint
 from configurator import UserError
-from conftest import (EIGHT_STEPS, TINY, child_main, free_port, make_model, run_train as run, signals_put_back,
-                      start_ranks)
-from data import TokenData, prepare_stdlib
+from conftest import (EIGHT_STEPS, child_main, free_port, make_model, run_train as run, signals_put_back, start_ranks,
+                      state_of)
+from data import TokenData
 from model import BlockDiffusionLM, ModelConfig
 from nelbo import nelbo_sums
 from paper import transfer_lr
 from parallel import ShardedAdamW
+from test_data import TEXTS, documents, prepared, write_jsonl
 from tools.loss import read_log
 from train import learning_rate_at
 
 
-def test_four_steps_equal_two_then_resume_then_two_bit_for_bit(corpus, tmp_path):
-    a, b = str(tmp_path / "a"), str(tmp_path / "b")
-    run(TINY + [f"--data={corpus}", f"--out_dir={a}"])
-
-    def stop_after_two(step, *rest):
-        if step == 2:
-            raise KeyboardInterrupt
-        return learning_rate_at(step, *rest)
-    with pytest.raises(KeyboardInterrupt):              # the same run, interrupted at step 2
-        run(TINY + [f"--data={corpus}", f"--out_dir={b}"],
-            patch=lambda module: setattr(module, "learning_rate_at", stop_after_two))
-    assert load_checkpoint(f"{b}/ckpt.pt")["step"] == 2
-    run(TINY + [f"--data={corpus}", f"--out_dir={b}", "--resume"])
-    x, y = ({key: load_checkpoint(f"{folder}/ckpt.pt")[key] for key in ("step", "model", "optimizer")}
-            for folder in (a, b))
-    torch.testing.assert_close(x, y, rtol=0, atol=0)
-    losses = [[(r["step"], r.get("loss"), r.get("val_loss")) for r in read_log(f"{d}/log.jsonl")] for d in (a, b)]
-    assert losses[0] == losses[1] and len(losses[0]) == 6 and x["step"] == 4
-
-
 def test_every_row_has_noise_and_data_of_its_own_and_every_step_its_learning_rate_and_clipping(
-        corpus, tmp_path, monkeypatch):
+        tiny, tmp_path, monkeypatch):
     noise, rows, updates, draw = set(), set(), [], BlockDiffusionLM.draw_noise
 
     def recorded(model, x0, *rest):
@@ -57,7 +38,7 @@ def test_every_row_has_noise_and_data_of_its_own_and_every_step_its_learning_rat
             updates.append((lr, scale))
             super().step(lr, scale)
     monkeypatch.setattr(BlockDiffusionLM, "draw_noise", recorded)
-    run(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", "--micro_batch_size=2", "--grad_clip=0.5"],
+    run([*tiny, "--micro_batch_size=2", "--grad_clip=0.5"],
         patch=lambda module: setattr(module, "ShardedAdamW", Recorded))
     assert len(noise) == len(rows) == 4 * 4             # four steps of four rows
     rates, scales = zip(*updates)
@@ -67,12 +48,11 @@ def test_every_row_has_noise_and_data_of_its_own_and_every_step_its_learning_rat
     assert min(scales) < 0.9, "nothing was clipped"
 
 
-def test_accumulation_does_not_change_the_run(corpus, tmp_path):
+def test_accumulation_does_not_change_the_run(tiny, tmp_path):
     losses = []
     for micro in (4, 1):
-        out = str(tmp_path / str(micro))
-        run(TINY + [f"--data={corpus}", f"--out_dir={out}", f"--micro_batch_size={micro}"])
-        losses.append([r["loss"] for r in read_log(f"{out}/log.jsonl") if "loss" in r])
+        run([*tiny, f"--out_dir={tmp_path}/{micro}", f"--micro_batch_size={micro}"])
+        losses.append([r["loss"] for r in read_log(tmp_path / str(micro) / "log.jsonl") if "loss" in r])
     np.testing.assert_allclose(*losses, rtol=2e-5)
 
 
@@ -92,19 +72,19 @@ def on_nodes_of_two(folder, *argv, world=4):
 
 
 @pytest.mark.parametrize("start", [torchrun, on_nodes_of_two])
-def test_processes_on_one_or_two_nodes_train_the_same_model_as_one(corpus, tmp_path, start):
+def test_processes_on_one_or_two_nodes_train_the_same_model_as_one(tiny, tmp_path, start):
     """And their checkpoint resumes on one process."""
     one, many = str(tmp_path / "one"), str(tmp_path / "many")
-    tiny = TINY + [f"--data={corpus}", "--max_iters=5", "--eval_interval=5"]
-    run(tiny + [f"--out_dir={one}"])
+    tiny += ["--max_iters=5", "--eval_interval=5"]
+    run([*tiny, f"--out_dir={one}"])
     start(tmp_path, "train.py", *tiny, f"--out_dir={many}")
-    a, b = load_checkpoint(f"{one}/ckpt.pt"), load_checkpoint(f"{many}/ckpt.pt")
+    a, b = state_of(one), state_of(many)
     torch.testing.assert_close(a["model"], b["model"], rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(a["optimizer"], b["optimizer"], rtol=1e-3, atol=1e-6)
     losses = [[r.get("loss") or r["val_loss"] for r in read_log(f"{d}/log.jsonl")] for d in (one, many)]
     np.testing.assert_allclose(*losses, rtol=1e-4)
-    run(tiny + [f"--out_dir={many}", "--max_iters=6", "--resume"])
-    assert load_checkpoint(f"{many}/ckpt.pt")["step"] == 6
+    run([*tiny, f"--out_dir={many}", "--max_iters=6", "--resume"])
+    assert state_of(many)["step"] == 6
 
 
 @pytest.mark.parametrize("how", ["--resume", "--init_from={trained}"])
@@ -116,7 +96,7 @@ def test_two_processes_continue_from_the_weights_of_one(corpus, trained, tmp_pat
     argv.append(how.format(trained=trained))
     run([*argv, f"--out_dir={one}"])
     on_nodes_of_two(tmp_path, "train.py", *argv, f"--out_dir={two}", world=2)
-    a, b = load_checkpoint(one / "ckpt.pt"), load_checkpoint(two / "ckpt.pt")
+    a, b = state_of(one), state_of(two)
     assert a["step"] == b["step"] == 9
     torch.testing.assert_close(a["model"], b["model"], rtol=1e-3, atol=1e-5)
 
@@ -167,7 +147,7 @@ def test_the_schedule_warms_up_then_falls_to_the_floor():
 
 
 @pytest.mark.parametrize("block_len", [8, 4, 32])
-def test_a_run_begins_with_the_weights_of_another_block_length(corpus, trained, tmp_path, capsys, block_len):
+def test_a_run_begins_with_the_weights_of_another_block_length(corpus, trained, tiny, tmp_path, capsys, block_len):
     """Its first validation, before any step, is the bound of these weights at that block length."""
     weights = load_checkpoint(f"{trained}/ckpt.pt")
     model = BlockDiffusionLM(ModelConfig(**{**weights["config"], "block_len": block_len})).eval()
@@ -175,15 +155,16 @@ def test_a_run_begins_with_the_weights_of_another_block_length(corpus, trained, 
     x0 = TokenData(corpus, "val", "bytes").sequences(32, 4)
     alone = SimpleNamespace(rank=0, world=1, device="cpu")
     sums = nelbo_sums(model, x0, alone, contextlib.nullcontext, seed=1337, mc=2)                # (4, 2, 3)
-    run(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", f"--init_from={trained}", f"--block_len={block_len}",
-                "--eval_samples=2"])
+    run([*tiny, f"--init_from={trained}", f"--block_len={block_len}", "--eval_samples=2"])
     assert f" 0/4 validation {sums[..., 0].sum() / (2 * x0.numel()):.4f} nats" in capsys.readouterr().out
     record = load_checkpoint(tmp_path / "ckpt.pt", "optimizer")
     assert record["step"] == record["optimizer"]["step"] == 4 and record["config"]["block_len"] == block_len
 
 
-def test_the_weights_of_the_lowest_validation_are_kept_also_over_a_resume(corpus, tmp_path, capsys):
-    argv = TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", "--max_iters=8"]
+def test_a_run_that_was_killed_resumes_exactly_and_keeps_the_weights_of_the_lowest_validation(
+        tiny, trained, tmp_path, capsys):
+    """It ends as `trained`, which ran the same eight steps at once."""
+    argv = [*tiny, "--max_iters=8"]
     losses, seen = iter([3.0, 2.0, 2.5, 2.5, 2.25]), []
 
     def patch(module):
@@ -198,7 +179,9 @@ def test_the_weights_of_the_lowest_validation_are_kept_also_over_a_resume(corpus
         module.nelbo_sums, module.learning_rate_at = scored, stop_in_step_seven
     with pytest.raises(KeyboardInterrupt):
         run(argv, patch)
-    run(argv + ["--resume"], patch)                     # it validates step 6 again, then step 8
+    assert state_of(tmp_path)["step"] == 6
+    run([*argv, "--resume"], patch)                     # it validates step 6 again, then step 8
+    torch.testing.assert_close(state_of(tmp_path), state_of(trained), rtol=0, atol=0)
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1].startswith("validation was lowest at step 4 (2.0000 nats per token)")
     best = load_checkpoint(tmp_path / "best.pt")
@@ -206,22 +189,19 @@ def test_the_weights_of_the_lowest_validation_are_kept_also_over_a_resume(corpus
     assert best["step"] == 4 and "optimizer" not in best
     (tmp_path / "ckpt.pt").unlink()
     with pytest.raises(UserError, match="no checkpoint can be read from .*ckpt.pt"):
-        run(argv + ["--resume"])
-    run(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}/more", f"--init_from={tmp_path}/best.pt"])
+        run([*argv, "--resume"])
+    run([*tiny, f"--out_dir={tmp_path}/more", f"--init_from={tmp_path}/best.pt"])
 
 
-def test_several_folders_are_one_text_and_each_is_known_by_its_checksum(corpus, tmp_path):
-    source, other = tmp_path / "source", tmp_path / "other"
-    source.mkdir()
-    for i in range(60):
-        (source / f"module_{i}.py").write_text(f"x = {i}\n" * 50)
-    prepare_stdlib(other, root=source)
-    argv = TINY + [f"--data={corpus},{other}", f"--out_dir={tmp_path}/out"]
+def test_several_folders_are_one_text_and_each_is_known_by_its_checksum(corpus, tiny, tmp_path):
+    paths, other = [write_jsonl(tmp_path / f"{split}.jsonl", documents(TEXTS)) for split in "ab"], tmp_path / "other"
+    prepared(other, paths[:1], paths[1:])
+    argv = [*tiny, f"--data={corpus},{other}"]
     run(argv)
     texts = [TokenData(folder, "train").sha256[0] for folder in (corpus, other)]
-    assert load_checkpoint(tmp_path / "out" / "ckpt.pt")["text"] == texts and texts[0] != texts[1]
-    run(argv + ["--resume", "--max_iters=5"])
+    assert load_checkpoint(tmp_path / "ckpt.pt")["text"] == texts and texts[0] != texts[1]
+    run([*argv, "--resume", "--max_iters=5"])
     meta = other / "meta.json"
     meta.write_text(meta.read_text().replace(texts[1], "0" * 64))              # as if another text was prepared there
     with pytest.raises(UserError, match="holds another text than when"):
-        run(argv + ["--resume", "--max_iters=6"])
+        run([*argv, "--resume", "--max_iters=6"])
