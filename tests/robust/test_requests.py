@@ -15,6 +15,7 @@ from configurator import UserError
 from conftest import ENGINES, generate_by, make_model, make_sampler, prompts_of, script
 from decoders import Sampler
 from model import BlockDiffusionLM
+from parallel import has_fast
 from sample import generate, read
 
 
@@ -59,17 +60,6 @@ def test_a_row_ends_at_its_first_end_of_text(engine):
             hits = (whole[len(prompt):] == stop).nonzero()
             end = len(prompt) + int(hits[0]) + 1 if len(hits) else len(whole)
             assert torch.equal(row, whole[:end])
-
-
-def test_equal_prompts_are_read_once():
-    model, sizes = make_model("mamba_h"), []
-    prefill = model.prefill
-    a, b, c = prompts_of(19, 19, 9)
-    prompts = [a, c, b, a, c]
-    alone = [generate(model, [p], 9, make_sampler(model, 1, seed=5 + i)).tokens[0] for i, p in enumerate(prompts)]
-    model.prefill = lambda x0, cache, **how: (sizes.append(tuple(x0.shape)), prefill(x0, cache, **how))
-    rows = generate(model, prompts, 9, make_sampler(model, 5)).tokens
-    assert sizes[:4] == [(1, 16), (1, 8), (1, 16), (5, 8)] and all(map(torch.equal, rows, alone))
 
 
 # ----------------------------------------------------------------------------------------------
@@ -121,6 +111,8 @@ BEFORE_THE_MODEL = [
     (dict(prompt="caf\udce9"), "surrogates not allowed"),
     (dict(prompt_file="{here}/nope"), "nope"), (dict(prompt_file="{here}/latin"), "latin is not UTF-8 .byte 3")]
 BEFORE_THE_PROMPT = [
+    pytest.param(dict(engine="fused"), "engine=fused needs the folder fast/",
+                 marks=pytest.mark.skipif(has_fast(), reason="fast/ is there")),
     (dict(engine="graphs", save_cache="{here}/a.cache"), "a GPU"),
     (dict(untrained="{here}/full.py", load_cache="{here}/a.cache"), "no cache to save or load"),
     (dict(untrained="{here}/v.py"), "1000 token ids, not those of its tokenizer, gpt2"),
@@ -144,18 +136,21 @@ def test_requests_are_refused_before_a_prompt_is_read_or_shown_and_change_no_fil
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 
-@pytest.mark.parametrize("device, message", [
-    ("mps", "cannot sample, because draws need fp64"), ("cpu", "engine=fused needs the folder fast/")])
-def test_a_device_without_fp64_and_an_engine_without_its_folder_are_refused(monkeypatch, device, message):
-    monkeypatch.setattr(sample, "has_fast", lambda: False)
-    model = SimpleNamespace(embed=SimpleNamespace(weight=SimpleNamespace(device=torch.device(device))))
-    with pytest.raises(UserError, match=message):
-        sample.open_engine("fused", model)
+def test_a_device_without_fp64_is_refused():
+    on_mps = SimpleNamespace(embed=SimpleNamespace(weight=SimpleNamespace(device=torch.device("mps"))))
+    with pytest.raises(UserError, match="cannot sample, because draws need fp64"):
+        sample.open_engine("auto", on_mps)
 
 
-def test_all_settings_reach_the_generation_and_watch_prints_a_line_for_each_step(monkeypatch, capsys):
-    asked, generate = [], sample.generate
-    monkeypatch.setattr(sample, "generate", lambda *args: asked.append(args) or generate(*args))
+@pytest.fixture
+def asked(monkeypatch):
+    """What `generate` was asked for: its arguments, a tuple for each call."""
+    calls, generate = [], sample.generate
+    monkeypatch.setattr(sample, "generate", lambda *args: calls.append(args) or generate(*args))
+    return calls
+
+
+def test_all_settings_reach_the_generation_and_watch_prints_a_line_for_each_step(monkeypatch, capsys, asked):
     run(monkeypatch, prompt="def ", suffix="()", length=9, num_samples=2, seed=7, temperature=0.5, top_k=9, top_p=0.8,
         decoder="confidence", tokens_per_step=3, stop_at_eot=True, watch=True)
     _, prompts, length, sampler, _, stop_token, *_, suffix = asked[0]
@@ -221,9 +216,7 @@ def test_no_cursor_codes_reach_a_terminal_that_shows_stdout_and_stderr(monkeypat
     assert want in seen and "\x1b" not in seen and seen.count("\n") == want.count("\n") + 2
 
 
-def test_a_prompt_that_contains_the_text_of_an_end_of_document_is_named(monkeypatch, capsys):
-    asked, generate = [], sample.generate
-    monkeypatch.setattr(sample, "generate", lambda *args: asked.append(args) or generate(*args))
+def test_a_prompt_that_contains_the_text_of_an_end_of_document_is_named(monkeypatch, capsys, asked):
     run(monkeypatch, prompt="a<|endoftext|>b")
     printed, said = capsys.readouterr()
     assert said.startswith("<|endoftext|> in the prompt or suffix is read as text")
