@@ -21,25 +21,12 @@ from test_eval import decoded, one_rank
 BYTES = get_tokenizer("bytes")
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")         # read when lm_eval is imported
 with_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval==0.4.13")
-TASK = """
-task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{validation: {path}}}}}
-validation_split: validation
-target_delimiter: ""
-metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
-"""
-CHOICES = """
-output_type: multiple_choice
-doc_to_text: "{{context}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: "{{label}}"
-"""
-LAMBADA = """
-output_type: loglikelihood
-doc_to_text: "{{context}}"
-doc_to_target: "{{target}}"
-"""
+TASK = dict(dataset_path="json", validation_split="validation", target_delimiter="", doc_to_text="{{context}}",
+            metric_list=[dict(metric="acc", aggregation="mean", higher_is_better=True)])
+CHOICES = dict(output_type="multiple_choice", doc_to_choice="{{choices}}", doc_to_target="{{label}}")
+LAMBADA = dict(output_type="loglikelihood", doc_to_target="{{target}}")
+WHOLE_TEXTS = dict(output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="{{context}}")
+FREE_ANSWERS = dict(output_type="generate_until", doc_to_target="a")
 
 
 @pytest.fixture
@@ -61,7 +48,8 @@ def task(tmp_path, monkeypatch):
     def write(name, kind, rows):
         path = tmp_path / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (tmp_path / f"{name}.yaml").write_text(TASK.format(name=name, path=path) + kind)
+        where = dict(task=name, dataset_kwargs=dict(data_files=dict(validation=str(path))))
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(TASK | where | kind))          # JSON is YAML
         return [f"--tasks={name}", f"--include_path={tmp_path}"]
     return write
 
@@ -155,8 +143,7 @@ def test_a_task_of_the_models_own_decodings_has_accuracy_1_and_0_if_one_byte_dif
 
 @with_harness
 @pytest.mark.parametrize("kind, message", [
-    ("output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{context}}'\n", "likelihood of whole texts"),
-    ("output_type: generate_until\ndoc_to_text: '{{context}}'\ndoc_to_target: a\n", "only scores given answers")])
+    (WHOLE_TEXTS, "likelihood of whole texts"), (FREE_ANSWERS, "only scores given answers")])
 def test_what_the_adapter_cannot_do_is_a_sentence(checkpoints, task, kind, message):
     flags = task("other", kind, [dict(context="some text")])
     status, _, error = script("eval.py", "--device=cpu", f"--checkpoint={checkpoints[0]}", *flags)

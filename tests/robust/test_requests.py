@@ -15,7 +15,6 @@ from configurator import UserError
 from conftest import ENGINES, generate_by, make_model, make_sampler, prompts_of, script
 from decoders import Sampler
 from model import BlockDiffusionLM
-from parallel import has_fast
 from sample import generate, read
 
 
@@ -101,41 +100,6 @@ def run(monkeypatch, **settings):
     sample.main()
 
 
-FULL = "vocab_size, seq_len, block_len, n_layer, n_head, d_model, attn_every = 258, 64, 64, 1, 2, 32, 1"
-BEFORE_THE_MODEL = [
-    (dict(length=0), "length must be at least 1, but is 0"), (dict(seed=10 ** 23), "seed must be at most"),
-    (dict(decoder="sideways"), "decoder must be one of .*, but is 'sideways'"),
-    (dict(top_p=0.0), "top_p must be above 0, but is 0.0"), (dict(temperature=-1.0), "temperature must be at least 0"),
-    (dict(engine="x"), "engine must be one of"),
-    (dict(prompt="hi", prompt_file="f"), "leave one out"), (dict(save_cache="{here}/ckpt.pt"), "must end in .cache"),
-    (dict(prompt="caf\udce9"), "surrogates not allowed"),
-    (dict(prompt_file="{here}/nope"), "nope"), (dict(prompt_file="{here}/latin"), "latin is not UTF-8 .byte 3")]
-BEFORE_THE_PROMPT = [
-    pytest.param(dict(engine="fused"), "engine=fused needs the folder fast/",
-                 marks=pytest.mark.skipif(has_fast(), reason="fast/ is there")),
-    (dict(engine="graphs", save_cache="{here}/a.cache"), "a GPU"),
-    (dict(untrained="{here}/full.py", load_cache="{here}/a.cache"), "no cache to save or load"),
-    (dict(untrained="{here}/v.py"), "1000 token ids, not those of its tokenizer, gpt2"),
-    (dict(load_cache="{here}/nope.cache"), "no saved prompt can be read from .*nope.cache .* --save_cache")]
-
-
-@pytest.mark.parametrize("settings, message", BEFORE_THE_MODEL + BEFORE_THE_PROMPT)
-def test_requests_are_refused_before_a_prompt_is_read_or_shown_and_change_no_file(monkeypatch, tmp_path, capsys,
-                                                                                  settings, message):
-    """Those that need no model to be refused are refused before one is loaded."""
-    files = {"ckpt.pt": b"as it was", "latin": b"caf\xe9", "full.py": FULL.encode(), "v.py": b"vocab_size = 1000"}
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    if (settings, message) in BEFORE_THE_MODEL:
-        monkeypatch.setattr(sample, "open_model", lambda *_: pytest.fail("a model was loaded"))
-    monkeypatch.setattr(BlockDiffusionLM, "prefill", lambda *_, **__: pytest.fail("the prompt was read"))
-    settings = {k: v.format(here=tmp_path) if isinstance(v, str) else v for k, v in settings.items()}
-    with pytest.raises((UserError, OSError, UnicodeError), match=message):
-        run(monkeypatch, **{"prompt": "" if "prompt_file" in settings else "a prompt of some length", **settings})
-    assert capsys.readouterr().out == ""
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
-
-
 def test_a_device_without_fp64_is_refused():
     on_mps = SimpleNamespace(embed=SimpleNamespace(weight=SimpleNamespace(device=torch.device("mps"))))
     with pytest.raises(UserError, match="cannot sample, because draws need fp64"):
@@ -166,7 +130,7 @@ def test_all_settings_reach_the_generation_and_watch_prints_a_line_for_each_step
 
 
 def test_a_full_sequence_model_takes_16_steps_also_after_a_long_prompt(monkeypatch, tmp_path, capsys):
-    (tmp_path / "full.py").write_text(FULL)
+    (tmp_path / "full.py").write_text("vocab_size, seq_len, block_len = 258, 64, 64")
     run(monkeypatch, untrained=str(tmp_path / "full.py"), prompt="x" * 200, length=32, tokens_per_step=0)
     assert " 16 forward passes" in capsys.readouterr().err
 

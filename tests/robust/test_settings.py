@@ -10,7 +10,7 @@ import torch
 import configurator
 import ops
 from configurator import UserError, configure, settings_of
-from conftest import ROOT, make_model, module_of, run_train
+from conftest import ROOT, make_model, module_of
 from paper import config_from_file
 from parallel import Parallel, ampere_or_later, pick_dtype, select_kernels
 
@@ -145,27 +145,6 @@ def test_a_cache_refuses_half_blocks_and_what_is_beyond_its_length_in_a_sentence
 
 def test_a_model_of_attention_alone_needs_no_geometry_of_mamba():
     assert make_model("attention", mamba_head_dim=48)(torch.zeros(2, 32, dtype=torch.long)).isfinite()
-
-
-@pytest.mark.parametrize("argv, message", [
-    ("--seq_len=100", "seq_len is 100, but must be a multiple of block_len = 8"),
-    ("--n_head=5", r"d_model is 32, but must be a multiple of 2 \* n_head = 10"),
-    ("--mamba_head_dim=48", r"mamba_expand \* d_model is 64, but must be a multiple of mamba_head_dim = 48"),
-    ("--block_len=0", "block_len must be above 0, but is 0"),
-    ("--batch_size=4 --micro_batch_size=3", "must divide the 4 sequences"),
-    ("--tokenizer=gpt4", "tokenizer must be one of auto, bytes, gpt2"),
-    ("--warmup_iters=4", r"warmup_iters must be below max_iters \(4\), but is 4; add --warmup_iters=0"),
-    ("--kernels=triton", "kernels must be one of auto, torch, mamba_ssm, but is 'triton'"),
-    ("--batch_size=0", "batch_size must be at least 1, but is 0"), ("--min_lr=1", "min_lr must be at most"),
-    ("--learning_rate=0", "above 0"), ("--learning_rate=nan", "takes a finite number"),
-    *((f"--device={name}", f"no device '{name}'") for name in ("cuda:99", "cpu:1", "cpu:x", "cpu:", "gpu")),
-    ("--out_dir={trained} --resume --d_state=16", "was trained with d_state=8; add its config file or these settings"),
-    ("--init_from={trained} --time_conditioning", "with time_conditioning=False; add"),
-    ("--init_from={trained} --n_head=1 --reverse_scan=false", "with n_head=2, reverse_scan=True; add"),
-    ("--init_from={trained} --n_layer=3", "with n_layer=2; add")])
-def test_settings_that_contradict_each_other_or_a_checkpoint_are_refused(tiny, trained, argv, message):
-    with pytest.raises(UserError, match=message):
-        run_train([*tiny, *argv.format(trained=trained).split()])
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):

@@ -1,7 +1,5 @@
 """Texts, folders and arguments that data.py cannot use: each ends in a sentence that names the place, and nothing is
 lost."""
-import errno
-import json
 import os
 import random
 
@@ -11,19 +9,16 @@ import data
 from checkpoint import lock
 from configurator import UserError
 from conftest import script
-from test_data import TEXTS, documents, folder_bytes, make_folder, prepared, write_jsonl
+from test_data import TEXTS, documents, edit_meta, folder_bytes, make_folder, prepared, write_jsonl
 from tools import prepare
-
-
-def edit_meta(folder, **changes):
-    meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps(meta | changes))
 
 
 REFUSED = {
     "truncated": (lambda f: os.truncate(f / "train.bin", 2), "truncated: remove .* and prepare it again"),
     "missing": (lambda f: (f / "train.bin").unlink(), "missing"),
     "an earlier format": (lambda f: edit_meta(f, format=1), "of another format"),
+    "another tokenizer": (lambda f: edit_meta(f, tokenizer="gpt2"), "holds gpt2 tokens, not bytes .*--tokenizer=gpt2"),
+    "another split": (lambda f: edit_meta(f, splits={}), "no train split: .*python data.py --help"),
     "question sets": (lambda f: (f / "meta.json").write_text('{"format": 2, "tasks": {}}'), "holds no text"),
     "a mask in the data": (lambda f: (f / "train.bin").write_bytes(b"\x01\x01" + (f / "train.bin").read_bytes()[2:]),
                            "token 257, outside its vocabulary"),
@@ -36,18 +31,14 @@ def test_a_damaged_folder_is_refused(tmp_path, case):
     damage, message = REFUSED[case]
     damage(folder)
     with pytest.raises(UserError, match=message):
-        data.TokenData(folder, "train").sequences(16)
+        data.TokenData(folder, "train", "bytes").sequences(16)
 
 
-def test_tokens_of_another_tokenizer_another_split_and_a_short_split_are_refused(tmp_path):
-    folder = make_folder(tmp_path)
-    with pytest.raises(UserError, match="holds bytes tokens, not gpt2 .*--tokenizer=bytes"):
-        data.TokenData(folder, "train", "gpt2")
-    with pytest.raises(UserError, match="no val split: .*python data.py --help"):
-        data.TokenData(folder, "val", "bytes")
-    for use in (lambda d: d.sequences(10**6), lambda d: d.batch(0, 0, [0], 1, 10**6)):
+def test_a_text_shorter_than_a_sequence_is_refused(tmp_path):
+    short = data.TokenData(make_folder(tmp_path), "train")
+    for use in (short.sequences, lambda seq_len: short.batch(0, 0, [0], 1, seq_len)):
         with pytest.raises(UserError, match="fewer than one sequence of 1,000,000"):
-            use(data.TokenData(folder, "train"))
+            use(10 ** 6)
 
 
 def test_gpt2_without_its_files_is_one_sentence(monkeypatch):
@@ -134,25 +125,18 @@ def test_two_preparations_of_one_folder_do_not_run_at_a_time(tmp_path):
 
 
 def test_a_file_that_may_not_be_read_is_no_bad_document(tmp_path, monkeypatch):
-    paths = [write_jsonl(tmp_path / name, documents(TEXTS)) for name in ("a.jsonl", "b.jsonl")]
+    path = write_jsonl(tmp_path / "a.jsonl", documents(TEXTS))
 
-    def refuse(path, *args):
-        if path == paths[1]:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return open(path, *args)
+    def refuse(name, *args):
+        if name == path:
+            raise PermissionError(13, "Permission denied", str(name))
+        return open(name, *args)
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "open", refuse, raising=False)
-        with pytest.raises(UserError, match="b.jsonl cannot be read .Permission denied"):
-            prepared(tmp_path / "out", paths, skip_bad=True)
-    meta = prepared(tmp_path / "out", paths, skip_bad=True)
-    assert meta["skipped"] == 0 and meta["splits"]["train"]["documents"] == 2 * len(TEXTS)
-
-
-def test_an_empty_default_corpus_leaves_nothing_behind(tmp_path):
-    (tmp_path / "lib").mkdir()
-    with pytest.raises(UserError, match="no Python source.*python data.py --help"):
-        data.prepare_stdlib(tmp_path / "data" / "stdlib", tmp_path / "lib")
-    assert list((tmp_path / "data").iterdir()) == []
+        with pytest.raises(UserError, match="a.jsonl cannot be read .Permission denied"):
+            prepared(tmp_path / "out", [path], skip_bad=True)
+    meta = prepared(tmp_path / "out", [path], skip_bad=True)
+    assert meta["skipped"] == 0 and meta["splits"]["train"]["documents"] == len(TEXTS)
 
 
 def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path, monkeypatch):
