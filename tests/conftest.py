@@ -76,6 +76,12 @@ def make_model(name, dtype=torch.float64, seed=0, **changes):
     return model
 
 
+def relative_error(got, want):
+    """The norm of the difference of two tensors, over that of the second."""
+    got, want = got.detach().double().cpu(), want.detach().double().cpu()
+    return float((got - want).norm() / want.norm())
+
+
 def make_batch(model, batch=3, seq_len=32, seed=1):
     """Clean tokens, noised tokens and noise levels: (b, s), (b, s), (b, k)."""
     g = torch.Generator().manual_seed(seed)
@@ -268,8 +274,7 @@ class Child:
 
 
 def free_port():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
+    with socket.create_server(("localhost", 0)) as free:
         return free.getsockname()[1]
 
 

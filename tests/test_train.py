@@ -1,7 +1,5 @@
 """Training: exact resume, any number of processes, AdamW, weights of another block length. Tiny models and texts."""
-import contextlib
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,17 +12,17 @@ from conftest import (EIGHT_STEPS, child_main, free_port, make_model, run_train 
                       state_of)
 from data import TokenData
 from model import BlockDiffusionLM, ModelConfig
-from nelbo import nelbo_sums
 from paper import transfer_lr
 from parallel import ShardedAdamW
 from test_data import TEXTS, documents, prepared, write_jsonl
+from test_eval import sums_of
 from tools.loss import read_log
 from train import learning_rate_at
 
 
 def test_every_row_has_noise_and_data_of_its_own_and_every_step_its_learning_rate_and_clipping(
         tiny, tmp_path, monkeypatch):
-    noise, rows, updates, draw = set(), set(), [], BlockDiffusionLM.draw_noise
+    noise, rows, updates, draw, step = set(), set(), [], BlockDiffusionLM.draw_noise, ShardedAdamW.step
 
     def recorded(model, x0, *rest):
         t, is_masked = draw(model, x0, *rest)
@@ -32,14 +30,9 @@ def test_every_row_has_noise_and_data_of_its_own_and_every_step_its_learning_rat
             noise.update((*a.tolist(), *b.tolist()) for a, b in zip(t, is_masked))
             rows.update(tuple(row.tolist()) for row in x0)
         return t, is_masked
-
-    class Recorded(ShardedAdamW):
-        def step(self, lr, scale):
-            updates.append((lr, scale))
-            super().step(lr, scale)
     monkeypatch.setattr(BlockDiffusionLM, "draw_noise", recorded)
-    run([*tiny, "--micro_batch_size=2", "--grad_clip=0.5"],
-        patch=lambda module: setattr(module, "ShardedAdamW", Recorded))
+    monkeypatch.setattr(ShardedAdamW, "step", lambda self, *update: updates.append(update) or step(self, *update))
+    run([*tiny, "--micro_batch_size=2", "--grad_clip=0.5"])
     assert len(noise) == len(rows) == 4 * 4             # four steps of four rows
     rates, scales = zip(*updates)
     assert list(rates) == [learning_rate_at(i, 1e-2, 1e-6, 1, 4) for i in range(4)]
@@ -153,8 +146,7 @@ def test_a_run_begins_with_the_weights_of_another_block_length(corpus, trained, 
     model = BlockDiffusionLM(ModelConfig(**{**weights["config"], "block_len": block_len})).eval()
     model.load_state_dict(weights["model"])
     x0 = TokenData(corpus, "val", "bytes").sequences(32, 4)
-    alone = SimpleNamespace(rank=0, world=1, device="cpu")
-    sums = nelbo_sums(model, x0, alone, contextlib.nullcontext, seed=1337, mc=2)                # (4, 2, 3)
+    sums = sums_of(model, x0, seed=1337, mc=2)          # (4, 2, 3)
     run([*tiny, f"--init_from={trained}", f"--block_len={block_len}", "--eval_samples=2"])
     assert f" 0/4 validation {sums[..., 0].sum() / (2 * x0.numel()):.4f} nats" in capsys.readouterr().out
     record = load_checkpoint(tmp_path / "ckpt.pt", "optimizer")

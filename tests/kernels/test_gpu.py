@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from conftest import ARCHITECTURES, need_fast
+from conftest import ARCHITECTURES, need_fast, relative_error as relative
 
 need_fast()
 
@@ -44,11 +44,6 @@ def _restore_kernels():
     yield
     ops.FAST.clear()
     torch.compiler.reset()
-
-
-def relative(a, b):
-    a, b = a.detach().double().cpu(), b.detach().double().cpu()
-    return float((a - b).norm() / b.norm())
 
 
 @pytest.mark.parametrize("name, time", [*((name, False) for name in ARCHITECTURES), ("mamba_h", True),

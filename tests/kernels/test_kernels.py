@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 
-from conftest import need_fast
+from conftest import need_fast, relative_error as error
 
 need_fast()
 GPU = torch.cuda.is_available()
@@ -53,10 +53,6 @@ if not GPU:
 
 def randn(*shape, dtype=torch.float32):
     return torch.randn(*shape).to(DEVICE, dtype)
-
-
-def error(got, want):
-    return ((got.double() - want).norm() / want.norm()).item()
 
 
 def compare(fast, plain, inputs, limit):

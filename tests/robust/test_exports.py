@@ -61,13 +61,11 @@ def test_the_command_exports_even_beside_the_checkpoint_which_stays_what_the_fol
 
 
 @pytest.mark.parametrize("damage, message", [
-    (lambda f: os.remove(f / WEIGHTS), "no checkpoint can be read from"),
-    (lambda f: (f / CONFIG).write_text('{"model_type": "llama", "auto_map": {"AutoModel": "evil.Model"}}'),
-     "are no whole export"),
-    (lambda f: (f / CONFIG).write_text((f / CONFIG).read_text().replace("nanobdlm-1", "nanobdlm-2")), "nanobdlm-2")])
-def test_a_foreign_or_incomplete_folder_is_refused_and_its_code_is_not_run(exported, damage, message):
+    (lambda config: '{"model_type": "llama", "auto_map": {"AutoModel": "evil.Model"}}', "are no whole export"),
+    (lambda config: config.replace("nanobdlm-1", "nanobdlm-2"), "nanobdlm-2")])
+def test_a_foreign_folder_is_refused_and_its_code_is_not_run(exported, damage, message):
     (exported / "evil.py").write_text("raise SystemExit")
-    damage(exported)
+    (exported / CONFIG).write_text(damage((exported / CONFIG).read_text()))
     with pytest.raises(UserError, match=message):
         load_checkpoint(find_checkpoint(str(exported)))
 

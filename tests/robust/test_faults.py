@@ -23,10 +23,6 @@ from tools.export import export
 from tools.loss import read_log
 
 
-def rows_of(folder):
-    return read_log(os.path.join(folder, "log.jsonl"))
-
-
 # ----------------------------------------------------------------------------------------------
 # Runs
 
@@ -56,7 +52,7 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(tiny, trained, tmp_
     for _ in range(2):                                  # the second time it has finished
         run_train(argv + ["--resume"])
         torch.testing.assert_close(state_of(tmp_path), state_of(trained), rtol=0, atol=0)
-        validations = [[(row["step"], row["val_loss"]) for row in rows_of(folder) if "val_loss" in row]
+        validations = [[(row["step"], row["val_loss"]) for row in read_log(f"{folder}/log.jsonl") if "val_loss" in row]
                        for folder in (tmp_path, trained)]
         assert validations[0] == validations[1]
 
@@ -278,24 +274,22 @@ def test_checkpoints_of_earlier_revisions_are_resumed_and_the_same_text_may_have
 
 
 CLOSED = """
-import os, sys, torch
+import os, torch
 from parallel import Parallel
-parallel = Parallel("cpu", 60)
+parallel = Parallel("cpu")
+parallel.meet(0, 60)                            # a group of this process alone
+parallel.world = 2                              # so that it communicates as in a larger one
 torch.optim.AdamW([torch.zeros(1)])             # imports modules that keep the process group, if they are not there yet
 parallel.sum([1.0])
 parallel.close()
 threads = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
-sys.exit(any("gloo" in name for name in threads))
+raise SystemExit(any("gloo" in name for name in threads))
 """
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads the threads of a process from Linux's /proc")
-def test_no_thread_of_the_process_group_is_left_at_the_exit(tmp_path):
-    """Such a thread may need the interpreter while that shuts down, which aborts the process. One of the two processes
-    is a new one: in a fork, see `Child`, all modules have been imported already."""
-    path, port = tmp_path / "closed.py", str(free_port())
-    group = dict(PYTHONPATH=str(ROOT), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port)
-    path.write_text(CLOSED)
-    other = Child(tmp_path, path, RANK="1", **group)
-    assert subprocess.run([sys.executable, path], env=dict(os.environ, RANK="0", **group)).returncode == 0
-    assert other.end()[0] == 0
+def test_no_thread_of_the_process_group_is_left_at_the_exit():
+    """Such a thread may need the interpreter while that shuts down, which aborts the process. This one is new: in a
+    fork, see `Child`, all modules have been imported already."""
+    group = dict(os.environ, WORLD_SIZE="1", RANK="0", MASTER_ADDR="localhost", MASTER_PORT=str(free_port()))
+    assert subprocess.run([sys.executable, "-c", CLOSED], cwd=ROOT, env=group).returncode == 0
