@@ -53,6 +53,7 @@ COMMANDS = [
     ("sample.py --load_cache=nope.cache", "no saved prompt can be read from nope.cache"),
     ("eval.py --checkpoint=out --data={data} --seq_len=33", "whole blocks of block_len 8"),
     ("eval.py --checkpoint=nowhere", "no checkpoint can be read from"),
+    ("eval.py --checkpoint=hf://owner/name", "hf://owner/name needs huggingface_hub: pip install huggingface_hub"),
     ("eval.py --checkpoint=out --data=nowhere", "holds no prepared text"),
     ("eval.py --out=ckpt.pt", "out must end in .json, but is"),
     ("eval.py --checkpoint=out --tasks=piqa", "--tasks needs lm_eval: pip install lm_eval==0.4.13"),
@@ -85,8 +86,8 @@ def test_a_mistake_is_one_sentence_and_changes_no_file(saved, corpus, trained, t
                                                        message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(BlockDiffusionLM, "prefill", lambda *_, **__: pytest.fail("the prompt was read"))
-    if "pip install lm_eval" in message:
-        monkeypatch.setitem(sys.modules, "lm_eval", None)   # as if it were not installed
+    if "pip install" in message:
+        monkeypatch.setitem(sys.modules, message.split()[2].rstrip(":"), None)          # as if it were not installed
     for name, content in HERE.items():
         (tmp_path / name).write_bytes(content)
 
