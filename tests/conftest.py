@@ -34,12 +34,10 @@ from sample import generate, open_engine  # noqa: E402
 # The four architectures, small: (attn_every, block_len) for sequences of 32 tokens.
 ARCHITECTURES = {"attention": (1, 32), "diffumamba_h": (2, 32), "bdlm_attention": (1, 8), "mamba_h": (2, 8)}
 BLOCK_MODELS = ["bdlm_attention", "mamba_h"]
-# (architecture, block_len) of the four, and of block models with blocks of one token: these are autoregressive.
-BLOCK_LENGTHS = [*((name, block_len) for name, (_, block_len) in ARCHITECTURES.items()),
-                 *((name, 1) for name in BLOCK_MODELS)]
 all_models = pytest.mark.parametrize("name", ARCHITECTURES)
 block_models = pytest.mark.parametrize("name", BLOCK_MODELS)
 both_times = pytest.mark.parametrize("time_conditioning", [False, True])
+with_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval==0.4.13")
 NO_FAST = "needs the folder fast/"
 ENGINES = ["simple", pytest.param("fused", marks=pytest.mark.skipif(not has_fast(), reason=NO_FAST))]
 

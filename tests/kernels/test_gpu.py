@@ -76,8 +76,8 @@ def test_fast_paths_equal_the_plain_twins_in_value_and_gradient(name, time):
 
 
 @pytest.mark.parametrize("e", [52, 56, 64])
-@pytest.mark.parametrize("l, blocks, last", [
-    (256, 3, False), (256, 3, True), (256, 1, False), (256, 32, False), (256, 32, True), (16, 64, False), (16, 61, True)])
+@pytest.mark.parametrize("l, blocks, last", [(256, 3, False), (256, 3, True), (256, 1, False), (256, 32, False),
+                                             (256, 32, True), (16, 64, False), (16, 61, True)])
 @pytest.mark.parametrize("flash", [True, False], ids=["flash-attn-4", "triton"])
 def test_attention_in_training_equals_the_masked_one(monkeypatch, flash, l, blocks, last, e):
     """Values and gradients in bf16, from and to the layouts of model.Attention."""

@@ -1,10 +1,9 @@
 """Ordinary mistakes in a command: each ends in one sentence that says what to do, and changes no file."""
-import importlib.util
 import sys
 
 import pytest
 
-from conftest import script
+from conftest import script, with_harness
 from model import BlockDiffusionLM
 from parallel import has_fast
 
@@ -12,7 +11,6 @@ from parallel import has_fast
 HERE = {"README.md": b"mine", "a.csv": b"x", "a.txt": b"text", "empty.jsonl": b"\n", "a.jsonl": b'{"text": "a"}\n',
         "latin": b"caf\xe9", "v.py": b"vocab_size = 1000", "full.py": b"vocab_size, seq_len, block_len = 258, 64, 64"}
 without_fast = pytest.mark.skipif(has_fast(), reason="needs a checkout without the folder fast/")
-with_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval==0.4.13")
 COMMANDS = [
     # with the settings of a tiny training
     ("train.py --data=none", "none holds no prepared text: run python data.py"),

@@ -1,6 +1,5 @@
 """eval.py's text and question sets: what is printed, what the harness gets, and what is refused in a sentence."""
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -13,14 +12,13 @@ import torch
 import eval as evaluation
 from checkpoint import save_checkpoint
 from configurator import UserError
-from conftest import eval_record, make_model, script
+from conftest import eval_record, make_model, script, with_harness
 from data import TokenData, get_tokenizer
 from nelbo import masked_cross_entropy
 from test_eval import decoded, one_rank
 
 BYTES = get_tokenizer("bytes")
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")         # read when lm_eval is imported
-with_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval==0.4.13")
 TASK = dict(dataset_path="json", validation_split="validation", target_delimiter="", doc_to_text="{{context}}",
             metric_list=[dict(metric="acc", aggregation="mean", higher_is_better=True)])
 CHOICES = dict(output_type="multiple_choice", doc_to_choice="{{choices}}", doc_to_target="{{label}}")
