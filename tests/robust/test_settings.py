@@ -1,4 +1,4 @@
-"""Settings: files and flags, types, typos, values that contradict each other. Each mistake ends in one sentence."""
+"""Settings: files and flags, types, typos. Each mistake ends in one sentence. (Of whole commands: test_mistakes.py.)"""
 import contextlib
 import io
 import os

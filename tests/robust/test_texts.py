@@ -1,5 +1,4 @@
-"""Texts, folders and arguments that data.py cannot use: each ends in a sentence that names the place, and nothing is
-lost."""
+"""Texts and folders that data.py cannot use: each ends in a sentence that names the place, and nothing is lost."""
 import os
 import random
 
