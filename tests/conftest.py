@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"                # Triton reads it when kernels are defined: before all imports
 
-from checkpoint import save_checkpoint  # noqa: E402
+from checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from configurator import configure  # noqa: E402
 from data import prepare_stdlib  # noqa: E402
 from decoders import Sampler  # noqa: E402
@@ -34,12 +34,10 @@ from sample import generate, open_engine  # noqa: E402
 # The four architectures, small: (attn_every, block_len) for sequences of 32 tokens.
 ARCHITECTURES = {"attention": (1, 32), "diffumamba_h": (2, 32), "bdlm_attention": (1, 8), "mamba_h": (2, 8)}
 BLOCK_MODELS = ["bdlm_attention", "mamba_h"]
-# (architecture, block_len) of the four, and of block models with blocks of one token: these are autoregressive.
-BLOCK_LENGTHS = [*((name, block_len) for name, (_, block_len) in ARCHITECTURES.items()),
-                 *((name, 1) for name in BLOCK_MODELS)]
 all_models = pytest.mark.parametrize("name", ARCHITECTURES)
 block_models = pytest.mark.parametrize("name", BLOCK_MODELS)
 both_times = pytest.mark.parametrize("time_conditioning", [False, True])
+with_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval==0.4.13")
 NO_FAST = "needs the folder fast/"
 ENGINES = ["simple", pytest.param("fused", marks=pytest.mark.skipif(not has_fast(), reason=NO_FAST))]
 
@@ -74,6 +72,12 @@ def make_model(name, dtype=torch.float64, seed=0, **changes):
         for p in model.parameters():
             p.add_(0.2 * torch.randn_like(p))
     return model
+
+
+def relative_error(got, want):
+    """The norm of the difference of two tensors, over that of the second."""
+    got, want = got.detach().double().cpu(), want.detach().double().cpu()
+    return float((got - want).norm() / want.norm())
 
 
 def make_batch(model, batch=3, seq_len=32, seed=1):
@@ -118,6 +122,12 @@ def corpus(tmp_path_factory):
     out = tmp_path_factory.mktemp("data") / "c4"
     prepare_stdlib(str(out), root=str(source))
     return str(out)
+
+
+@pytest.fixture
+def tiny(corpus, tmp_path):
+    """The flags of a tiny training, in the folder tmp_path."""
+    return [*TINY, f"--data={corpus}", f"--out_dir={tmp_path}"]
 
 
 @pytest.fixture(scope="session")
@@ -168,6 +178,16 @@ def run_train(argv, patch=lambda module: None):
     with signals_put_back():
         module.main()
     return module
+
+
+def state_of(folder):
+    """What a run comes to: its step, weights and moments."""
+    record = load_checkpoint(os.path.join(folder, "ckpt.pt"))
+    return {key: record[key] for key in ("step", "model", "optimizer")}
+
+
+def read_log(out_dir):
+    return [json.loads(line) for line in Path(out_dir, "log.jsonl").read_text().splitlines()]
 
 
 class Stream:
@@ -252,8 +272,7 @@ class Child:
 
 
 def free_port():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
+    with socket.create_server(("localhost", 0)) as free:
         return free.getsockname()[1]
 
 

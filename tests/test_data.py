@@ -50,6 +50,10 @@ def make_folder(tmp_path, texts=TEXTS, **settings):
     return tmp_path / "out"
 
 
+def edit_meta(folder, **changes):
+    (folder / "meta.json").write_text(json.dumps(data.read_meta(folder) | changes))
+
+
 def test_documents_are_packed_with_end_of_text_between_them(tmp_path):
     train = data.TokenData(make_folder(tmp_path), "train", "bytes")
     expected = [list(text.encode()) + [256] for text in TEXTS]
@@ -84,11 +88,7 @@ def test_the_order_of_windows_does_not_depend_on_ranks_micro_batches_or_resuming
 
 
 def test_several_folders_are_one_series_of_windows_in_their_order(tmp_path):
-    folders = []
-    for name in "abc":
-        path = write_jsonl(tmp_path / f"{name}.jsonl", documents([f"{name}{i}" * (i % 5 + 1) for i in range(40)]))
-        prepared(tmp_path / name, [path])
-        folders.append(str(tmp_path / name))
+    folders = [str(make_folder(tmp_path / name, [f"{name}{i}" * (i % 5 + 1) for i in range(40)])) for name in "abc"]
     alone = [data.TokenData(folder, "train") for folder in folders]
     windows = torch.cat([each.sequences(16) for each in alone])                # the ends of the folders are left out
     together = data.TokenData(",".join(folders), "train", "bytes")
@@ -98,12 +98,10 @@ def test_several_folders_are_one_series_of_windows_in_their_order(tmp_path):
     assert data.TokenData(folders, "train").batch(3, 1, range(n), n, 16).tolist() == windows[order].tolist()
     assert together.sha256 == sum((each.sha256 for each in alone), []) and together.n_tokens == sum(
         each.n_tokens for each in alone)
-    with pytest.raises(data.UserError, match="short/train.bin has 2 tokens, fewer than one sequence"):
-        prepared(tmp_path / "short", [write_jsonl(tmp_path / "s.jsonl", documents(["x"]))])
-        data.TokenData([*folders[:2], tmp_path / "short"], "train").sequences(16)
-    edit = json.loads((tmp_path / "b" / "meta.json").read_text()) | dict(tokenizer="gpt2")
-    (tmp_path / "b" / "meta.json").write_text(json.dumps(edit))
-    with pytest.raises(data.UserError, match="b holds gpt2 tokens, not bytes tokens"):
+    with pytest.raises(data.UserError, match="short/out/train.bin has 2 tokens, fewer than one sequence"):
+        data.TokenData([*folders[:2], make_folder(tmp_path / "short", ["x"])], "train").sequences(16)
+    edit_meta(tmp_path / "b" / "out", tokenizer="gpt2")
+    with pytest.raises(data.UserError, match="b/out holds gpt2 tokens, not bytes tokens"):
         data.TokenData(folders, "train")
 
 

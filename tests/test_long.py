@@ -2,14 +2,9 @@
 import pytest
 import torch
 
-from conftest import make_model
+from conftest import make_model, relative_error as error
 
 LONG = 131_072
-
-
-@torch.no_grad()
-def error(got, want):
-    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 def test_mamba_layers_read_131072_tokens_alike_in_chunks_of_any_size():

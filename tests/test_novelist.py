@@ -16,12 +16,9 @@ FOLDER = ROOT / "assets" / "novelist"
 
 @pytest.fixture(scope="module")
 def novelist():
+    """The model, and a function that makes tokens of a text."""
     model, tokenizer, *_ = open_checkpoint(str(FOLDER), "cpu")
-    return model, tokenizer
-
-
-def encoded(tokenizer, text):
-    return torch.tensor(tokenizer.encode_ordinary(text))
+    return model, lambda text: torch.tensor(tokenizer.encode_ordinary(text))
 
 
 def test_the_card_names_the_model_that_is_there(novelist):
@@ -34,8 +31,8 @@ def test_the_card_names_the_model_that_is_there(novelist):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("decoder", ["random", "confidence"])
 def test_a_sample_begins_with_its_prompt_and_equals_generation_without_a_cache(novelist, engine, decoder):
-    model, tokenizer = novelist
-    prompt = encoded(tokenizer, "The old house was silent, and ")
+    model, encode = novelist
+    prompt = encode("The old house was silent, and ")
     sampler = make_sampler(model, decoder=decoder, tokens_per_step=4)
     want = generate_naive(model, prompt[None], 40, sampler)[0]
     found = generate_by(engine, model, [prompt], 40, sampler).tokens[0]
@@ -44,8 +41,8 @@ def test_a_sample_begins_with_its_prompt_and_equals_generation_without_a_cache(n
 
 def test_more_tokens_a_step_give_text_of_more_bits_per_byte(novelist):
     """The model judges its own samples: 8 of 48 bytes each, one noise for both."""
-    model, tokenizer = novelist
-    prompt, bits = encoded(tokenizer, "The old house was silent, and he"), []
+    model, encode = novelist
+    prompt, bits = encode("The old house was silent, and he"), []
     assert len(prompt) == 32
     for tokens_per_step in (1, 16):
         sampler = make_sampler(model, 8, tokens_per_step=tokens_per_step)

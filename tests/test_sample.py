@@ -30,11 +30,12 @@ def test_cached_generation_equals_generation_without_a_cache_token_for_token(nam
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_rows_with_prompts_of_different_lengths_come_out_as_they_would_alone(name, engine, decoder):
-    """A row that has ended does not change while the others go on."""
+    """A row that has ended does not change while the others go on. Two rows have the same prompt."""
     model, how = make_model(name), dict(decoder=decoder, threshold=0.3)
     # Without any known token, attention gives all masks the same probabilities: rounding would choose between them.
     prompts = prompts_of(3, 11, 1 if decoder in ("confidence", "threshold") else 0, 24)
-    together = generate_by(engine, model, prompts, 13, make_sampler(model, 4, **how))
+    prompts.insert(2, prompts[0])
+    together = generate_by(engine, model, prompts, 13, make_sampler(model, 5, **how))
     for i, prompt in enumerate(prompts):
         alone = generate(model, [prompt], 13, make_sampler(model, 1, seed=5 + i, **how))
         assert torch.equal(together.tokens[i], alone.tokens[0])
@@ -142,6 +143,14 @@ def test_one_token_at_a_time_in_random_order_is_exact_ancestral_sampling():
     assert abs(agreement(tokens_per_step=1) - 0.9) < 0.03
     assert abs(agreement(decoder="first_hitting") - 0.9) < 0.03
     assert abs(agreement(tokens_per_step=2) - 0.5) < 0.03
+
+
+def test_random_order_begins_at_every_masked_position_alike():
+    n, xt = 4000, torch.tensor([2, 0, 2, 2])            # the second is known
+    block = ActiveBlock(n, 4, Sampler(list(range(n)), mask_id=2, tokens_per_step=1), "cpu", time_conditioning=False)
+    block.start(xt.expand(n, 4), torch.zeros(n, dtype=torch.long))
+    first = torch.bincount(block.next_positions[:, 0], minlength=4) / n
+    assert (first - torch.tensor([1 / 3, 0, 1 / 3, 1 / 3])).abs().max() < 0.03
 
 
 def test_confidence_reveals_the_surest_positions_and_threshold_all_that_are_sure_enough():

@@ -1,7 +1,5 @@
 """Training: exact resume, any number of processes, AdamW, weights of another block length. Tiny models and texts."""
-import contextlib
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,20 +8,21 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from checkpoint import load_checkpoint
 from configurator import UserError
-from conftest import (EIGHT_STEPS, TINY, child_main, free_port, make_model, run_train as run, signals_put_back,
-                      start_ranks)
-from data import TokenData, prepare_stdlib
+from conftest import (EIGHT_STEPS, child_main, free_port, make_model, run_train as run, signals_put_back, start_ranks,
+                      state_of)
+from data import TokenData
 from model import BlockDiffusionLM, ModelConfig
-from nelbo import nelbo_sums
 from paper import transfer_lr
 from parallel import ShardedAdamW
+from test_data import TEXTS, documents, prepared, write_jsonl
+from test_eval import sums_of
 from tools.loss import read_log
 from train import learning_rate_at
 
 
 def test_every_row_has_noise_and_data_of_its_own_and_every_step_its_learning_rate_and_clipping(
-        corpus, tmp_path, monkeypatch):
-    noise, rows, updates, draw = set(), set(), [], BlockDiffusionLM.draw_noise
+        tiny, tmp_path, monkeypatch):
+    noise, rows, updates, draw, step = set(), set(), [], BlockDiffusionLM.draw_noise, ShardedAdamW.step
 
     def recorded(model, x0, *rest):
         t, is_masked = draw(model, x0, *rest)
@@ -31,14 +30,9 @@ def test_every_row_has_noise_and_data_of_its_own_and_every_step_its_learning_rat
             noise.update((*a.tolist(), *b.tolist()) for a, b in zip(t, is_masked))
             rows.update(tuple(row.tolist()) for row in x0)
         return t, is_masked
-
-    class Recorded(ShardedAdamW):
-        def step(self, lr, scale):
-            updates.append((lr, scale))
-            super().step(lr, scale)
     monkeypatch.setattr(BlockDiffusionLM, "draw_noise", recorded)
-    run(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", "--micro_batch_size=2", "--grad_clip=0.5"],
-        patch=lambda module: setattr(module, "ShardedAdamW", Recorded))
+    monkeypatch.setattr(ShardedAdamW, "step", lambda self, *update: updates.append(update) or step(self, *update))
+    run([*tiny, "--micro_batch_size=2", "--grad_clip=0.5"])
     assert len(noise) == len(rows) == 4 * 4             # four steps of four rows
     rates, scales = zip(*updates)
     assert list(rates) == [learning_rate_at(i, 1e-2, 1e-6, 1, 4) for i in range(4)]
@@ -47,12 +41,11 @@ def test_every_row_has_noise_and_data_of_its_own_and_every_step_its_learning_rat
     assert min(scales) < 0.9, "nothing was clipped"
 
 
-def test_accumulation_does_not_change_the_run(corpus, tmp_path):
+def test_accumulation_does_not_change_the_run(tiny, tmp_path):
     losses = []
     for micro in (4, 1):
-        out = str(tmp_path / str(micro))
-        run(TINY + [f"--data={corpus}", f"--out_dir={out}", f"--micro_batch_size={micro}"])
-        losses.append([r["loss"] for r in read_log(f"{out}/log.jsonl") if "loss" in r])
+        run([*tiny, f"--out_dir={tmp_path}/{micro}", f"--micro_batch_size={micro}"])
+        losses.append([r["loss"] for r in read_log(tmp_path / str(micro) / "log.jsonl") if "loss" in r])
     np.testing.assert_allclose(*losses, rtol=2e-5)
 
 
@@ -72,19 +65,19 @@ def on_nodes_of_two(folder, *argv, world=4):
 
 
 @pytest.mark.parametrize("start", [torchrun, on_nodes_of_two])
-def test_processes_on_one_or_two_nodes_train_the_same_model_as_one(corpus, tmp_path, start):
+def test_processes_on_one_or_two_nodes_train_the_same_model_as_one(tiny, tmp_path, start):
     """And their checkpoint resumes on one process."""
     one, many = str(tmp_path / "one"), str(tmp_path / "many")
-    tiny = TINY + [f"--data={corpus}", "--max_iters=5", "--eval_interval=5"]
-    run(tiny + [f"--out_dir={one}"])
+    tiny += ["--max_iters=5", "--eval_interval=5"]
+    run([*tiny, f"--out_dir={one}"])
     start(tmp_path, "train.py", *tiny, f"--out_dir={many}")
-    a, b = load_checkpoint(f"{one}/ckpt.pt"), load_checkpoint(f"{many}/ckpt.pt")
+    a, b = state_of(one), state_of(many)
     torch.testing.assert_close(a["model"], b["model"], rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(a["optimizer"], b["optimizer"], rtol=1e-3, atol=1e-6)
     losses = [[r.get("loss") or r["val_loss"] for r in read_log(f"{d}/log.jsonl")] for d in (one, many)]
     np.testing.assert_allclose(*losses, rtol=1e-4)
-    run(tiny + [f"--out_dir={many}", "--max_iters=6", "--resume"])
-    assert load_checkpoint(f"{many}/ckpt.pt")["step"] == 6
+    run([*tiny, f"--out_dir={many}", "--max_iters=6", "--resume"])
+    assert state_of(many)["step"] == 6
 
 
 @pytest.mark.parametrize("how", ["--resume", "--init_from={trained}"])
@@ -96,7 +89,7 @@ def test_two_processes_continue_from_the_weights_of_one(corpus, trained, tmp_pat
     argv.append(how.format(trained=trained))
     run([*argv, f"--out_dir={one}"])
     on_nodes_of_two(tmp_path, "train.py", *argv, f"--out_dir={two}", world=2)
-    a, b = load_checkpoint(one / "ckpt.pt"), load_checkpoint(two / "ckpt.pt")
+    a, b = state_of(one), state_of(two)
     assert a["step"] == b["step"] == 9
     torch.testing.assert_close(a["model"], b["model"], rtol=1e-3, atol=1e-5)
 
@@ -147,23 +140,23 @@ def test_the_schedule_warms_up_then_falls_to_the_floor():
 
 
 @pytest.mark.parametrize("block_len", [8, 4, 32])
-def test_a_run_begins_with_the_weights_of_another_block_length(corpus, trained, tmp_path, capsys, block_len):
+def test_a_run_begins_with_the_weights_of_another_block_length(corpus, trained, tiny, tmp_path, capsys, block_len):
     """Its first validation, before any step, is the bound of these weights at that block length."""
     weights = load_checkpoint(f"{trained}/ckpt.pt")
     model = BlockDiffusionLM(ModelConfig(**{**weights["config"], "block_len": block_len})).eval()
     model.load_state_dict(weights["model"])
     x0 = TokenData(corpus, "val", "bytes").sequences(32, 4)
-    alone = SimpleNamespace(rank=0, world=1, device="cpu")
-    sums = nelbo_sums(model, x0, alone, contextlib.nullcontext, seed=1337, mc=2)                # (4, 2, 3)
-    run(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", f"--init_from={trained}", f"--block_len={block_len}",
-                "--eval_samples=2"])
+    sums = sums_of(model, x0, seed=1337, mc=2)          # (4, 2, 3)
+    run([*tiny, f"--init_from={trained}", f"--block_len={block_len}", "--eval_samples=2"])
     assert f" 0/4 validation {sums[..., 0].sum() / (2 * x0.numel()):.4f} nats" in capsys.readouterr().out
     record = load_checkpoint(tmp_path / "ckpt.pt", "optimizer")
     assert record["step"] == record["optimizer"]["step"] == 4 and record["config"]["block_len"] == block_len
 
 
-def test_the_weights_of_the_lowest_validation_are_kept_also_over_a_resume(corpus, tmp_path, capsys):
-    argv = TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", "--max_iters=8"]
+def test_a_run_that_was_killed_resumes_exactly_and_keeps_the_weights_of_the_lowest_validation(
+        tiny, trained, tmp_path, capsys):
+    """It ends as `trained`, which ran the same eight steps at once."""
+    argv = [*tiny, "--max_iters=8"]
     losses, seen = iter([3.0, 2.0, 2.5, 2.5, 2.25]), []
 
     def patch(module):
@@ -178,7 +171,9 @@ def test_the_weights_of_the_lowest_validation_are_kept_also_over_a_resume(corpus
         module.nelbo_sums, module.learning_rate_at = scored, stop_in_step_seven
     with pytest.raises(KeyboardInterrupt):
         run(argv, patch)
-    run(argv + ["--resume"], patch)                     # it validates step 6 again, then step 8
+    assert state_of(tmp_path)["step"] == 6
+    run([*argv, "--resume"], patch)                     # it validates step 6 again, then step 8
+    torch.testing.assert_close(state_of(tmp_path), state_of(trained), rtol=0, atol=0)
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1].startswith("validation was lowest at step 4 (2.0000 nats per token)")
     best = load_checkpoint(tmp_path / "best.pt")
@@ -186,22 +181,19 @@ def test_the_weights_of_the_lowest_validation_are_kept_also_over_a_resume(corpus
     assert best["step"] == 4 and "optimizer" not in best
     (tmp_path / "ckpt.pt").unlink()
     with pytest.raises(UserError, match="no checkpoint can be read from .*ckpt.pt"):
-        run(argv + ["--resume"])
-    run(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}/more", f"--init_from={tmp_path}/best.pt"])
+        run([*argv, "--resume"])
+    run([*tiny, f"--out_dir={tmp_path}/more", f"--init_from={tmp_path}/best.pt"])
 
 
-def test_several_folders_are_one_text_and_each_is_known_by_its_checksum(corpus, tmp_path):
-    source, other = tmp_path / "source", tmp_path / "other"
-    source.mkdir()
-    for i in range(60):
-        (source / f"module_{i}.py").write_text(f"x = {i}\n" * 50)
-    prepare_stdlib(other, root=source)
-    argv = TINY + [f"--data={corpus},{other}", f"--out_dir={tmp_path}/out"]
+def test_several_folders_are_one_text_and_each_is_known_by_its_checksum(corpus, tiny, tmp_path):
+    paths, other = [write_jsonl(tmp_path / f"{split}.jsonl", documents(TEXTS)) for split in "ab"], tmp_path / "other"
+    prepared(other, paths[:1], paths[1:])
+    argv = [*tiny, f"--data={corpus},{other}"]
     run(argv)
     texts = [TokenData(folder, "train").sha256[0] for folder in (corpus, other)]
-    assert load_checkpoint(tmp_path / "out" / "ckpt.pt")["text"] == texts and texts[0] != texts[1]
-    run(argv + ["--resume", "--max_iters=5"])
+    assert load_checkpoint(tmp_path / "ckpt.pt")["text"] == texts and texts[0] != texts[1]
+    run([*argv, "--resume", "--max_iters=5"])
     meta = other / "meta.json"
     meta.write_text(meta.read_text().replace(texts[1], "0" * 64))              # as if another text was prepared there
     with pytest.raises(UserError, match="holds another text than when"):
-        run(argv + ["--resume", "--max_iters=6"])
+        run([*argv, "--resume", "--max_iters=6"])

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from conftest import ARCHITECTURES, need_fast
+from conftest import ARCHITECTURES, need_fast, relative_error as relative
 
 need_fast()
 
@@ -46,11 +46,6 @@ def _restore_kernels():
     torch.compiler.reset()
 
 
-def relative(a, b):
-    a, b = a.detach().double().cpu(), b.detach().double().cpu()
-    return float((a - b).norm() / b.norm())
-
-
 @pytest.mark.parametrize("name, time", [*((name, False) for name in ARCHITECTURES), ("mamba_h", True),
                                         ("bdlm_attention", True)])
 def test_fast_paths_equal_the_plain_twins_in_value_and_gradient(name, time):
@@ -81,8 +76,8 @@ def test_fast_paths_equal_the_plain_twins_in_value_and_gradient(name, time):
 
 
 @pytest.mark.parametrize("e", [52, 56, 64])
-@pytest.mark.parametrize("l, blocks, last", [
-    (256, 3, False), (256, 3, True), (256, 1, False), (256, 32, False), (256, 32, True), (16, 64, False), (16, 61, True)])
+@pytest.mark.parametrize("l, blocks, last", [(256, 3, False), (256, 3, True), (256, 1, False), (256, 32, False),
+                                             (256, 32, True), (16, 64, False), (16, 61, True)])
 @pytest.mark.parametrize("flash", [True, False], ids=["flash-attn-4", "triton"])
 def test_attention_in_training_equals_the_masked_one(monkeypatch, flash, l, blocks, last, e):
     """Values and gradients in bf16, from and to the layouts of model.Attention."""

@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 
-from conftest import need_fast
+from conftest import need_fast, relative_error as error
 
 need_fast()
 GPU = torch.cuda.is_available()
@@ -43,8 +43,7 @@ def repair_interpreter():
         return interpreter.TensorHandle((x.data.astype("u4") << 16).view("f4"), tl.float32)
 
     interpreter._patch_lang_tensor = patch_with_index
-    interpreter.InterpreterBuilder.create_dot = (
-        lambda self, a, b, *rest: dot(self, widen(a), widen(b), *rest))
+    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, widen(a), widen(b), *rest)
 
 
 if not GPU:
@@ -53,10 +52,6 @@ if not GPU:
 
 def randn(*shape, dtype=torch.float32):
     return torch.randn(*shape).to(DEVICE, dtype)
-
-
-def error(got, want):
-    return ((got.double() - want).norm() / want.norm()).item()
 
 
 def compare(fast, plain, inputs, limit):
@@ -415,8 +410,7 @@ def mixer_inputs(s, dtype, r, given):
     (96, 32, 48, 1, False, True),                       # blocks that are not whole rows of 32
     (200, 100, 100, 1, True, True),                     # rows of several chunks, the last one ragged
 ])
-def test_mixer_and_its_gradients_are_the_plain_lines(
-        monkeypatch, s, row, block_len, r, given, want, dtype):
+def test_mixer_and_its_gradients_are_the_plain_lines(monkeypatch, s, row, block_len, r, given, want, dtype):
     monkeypatch.setattr(plain, "SCAN_ROW", row)
     monkeypatch.setitem(ops.FAST, "Mamba2.forward", mixer.mamba2_forward)
     module, inputs = make_mixer(dtype), mixer_inputs(s, dtype, r, given)

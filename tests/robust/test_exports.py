@@ -1,5 +1,5 @@
-"""An export is the checkpoint, bit for bit. Mistakes in the command, foreign folders, and a hub that has nothing end in
-one sentence each. (Damaged files: test_faults.py.)"""
+"""An export is the checkpoint, bit for bit. Foreign folders, and a hub that has nothing, end in one sentence each.
+(Damaged files: test_faults.py. Mistakes in the command: test_mistakes.py.)"""
 import os
 import sys
 import types
@@ -60,32 +60,13 @@ def test_the_command_exports_even_beside_the_checkpoint_which_stays_what_the_fol
     assert status == 0 and "--dtype = 'float32'" in printed and "model card" in printed
 
 
-@pytest.mark.parametrize("words, message", [
-    ("", "write python checkpoint.py export out/ --to=folder, not nothing"),
-    ("import x", "--to=folder, not import x"),
-    ("export {out}", "to is empty"),
-    ("export {out} --too=x", "did you mean to"),
-    ("export {out} --to=x --dtype=int8", "dtype must be one of float32, bfloat16"),
-    ("export {out}/nowhere --to={out}/x", "no checkpoint can be read from"),
-    ("export {out} --to={out}/..", "holds README.md already, which would be lost"),
-    ("export {out} --to={out}/ckpt.pt", "ckpt.pt")])
-def test_a_mistake_in_the_command_is_one_sentence(saved, tmp_path, words, message):
-    (tmp_path / "README.md").write_text("mine")
-    status, _, error = script("checkpoint.py", *words.format(out=saved[0]).split())
-    assert status == 1 and message in error and "\n" not in error
-    assert os.listdir(saved[0]) == ["ckpt.pt"] and len(os.listdir(tmp_path)) == 2
-
-
 @pytest.mark.parametrize("damage, message", [
-    (lambda f: os.remove(f / WEIGHTS), "no checkpoint can be read from"),
-    (lambda f: os.remove(f / CONFIG), "No such file .*config.json"),
-    (lambda f: (f / CONFIG).write_text('{"model_type": "llama", "auto_map": {"AutoModel": "evil.Model"}}'),
-     "are no whole export"),
-    (lambda f: (f / CONFIG).write_text((f / CONFIG).read_text().replace("nanobdlm-1", "nanobdlm-2")), "nanobdlm-2")])
-def test_a_foreign_or_incomplete_folder_is_refused_and_its_code_is_not_run(exported, damage, message):
+    (lambda config: '{"model_type": "llama", "auto_map": {"AutoModel": "evil.Model"}}', "are no whole export"),
+    (lambda config: config.replace("nanobdlm-1", "nanobdlm-2"), "nanobdlm-2")])
+def test_a_foreign_folder_is_refused_and_its_code_is_not_run(exported, damage, message):
     (exported / "evil.py").write_text("raise SystemExit")
-    damage(exported)
-    with pytest.raises((UserError, FileNotFoundError), match=message):
+    (exported / CONFIG).write_text(damage((exported / CONFIG).read_text()))
+    with pytest.raises(UserError, match=message):
         load_checkpoint(find_checkpoint(str(exported)))
 
 
@@ -103,6 +84,3 @@ def test_a_model_of_the_hub_is_an_export_that_is_fetched_first(exported, monkeyp
     assert asked == [("owner/my.name-1", revision, sorted([WEIGHTS, CONFIG, CARD])) for revision in (None, "refs/pr/1")]
     with pytest.raises(UserError, match=r"hf://owner/none cannot be downloaded \(ConnectionError\): check the name"):
         find_checkpoint("hf://owner/none")
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(UserError, match="hf://owner/name needs huggingface_hub: pip install huggingface_hub$"):
-        find_checkpoint("hf://owner/name")

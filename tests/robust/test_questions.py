@@ -1,12 +1,9 @@
 """eval.py's text and question sets: what is printed, what the harness gets, and what is refused in a sentence."""
 import hashlib
-import importlib.util
 import json
 import math
 import os
-import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,33 +12,19 @@ import torch
 import eval as evaluation
 from checkpoint import save_checkpoint
 from configurator import UserError
-from conftest import ROOT, eval_record, make_model, script
+from conftest import eval_record, make_model, script, with_harness
 from data import TokenData, get_tokenizer
 from nelbo import masked_cross_entropy
 from test_eval import decoded, one_rank
 
 BYTES = get_tokenizer("bytes")
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")         # read when lm_eval is imported
-with_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval==0.4.13")
-TASK = """
-task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{validation: {path}}}}}
-validation_split: validation
-target_delimiter: ""
-metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
-"""
-CHOICES = """
-output_type: multiple_choice
-doc_to_text: "{{context}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: "{{label}}"
-"""
-LAMBADA = """
-output_type: loglikelihood
-doc_to_text: "{{context}}"
-doc_to_target: "{{target}}"
-"""
+TASK = dict(dataset_path="json", validation_split="validation", target_delimiter="", doc_to_text="{{context}}",
+            metric_list=[dict(metric="acc", aggregation="mean", higher_is_better=True)])
+CHOICES = dict(output_type="multiple_choice", doc_to_choice="{{choices}}", doc_to_target="{{label}}")
+LAMBADA = dict(output_type="loglikelihood", doc_to_target="{{target}}")
+WHOLE_TEXTS = dict(output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="{{context}}")
+FREE_ANSWERS = dict(output_type="generate_until", doc_to_target="a")
 
 
 @pytest.fixture
@@ -63,7 +46,8 @@ def task(tmp_path, monkeypatch):
     def write(name, kind, rows):
         path = tmp_path / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (tmp_path / f"{name}.yaml").write_text(TASK.format(name=name, path=path) + kind)
+        where = dict(task=name, dataset_kwargs=dict(data_files=dict(validation=str(path))))
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(TASK | where | kind))          # JSON is YAML
         return [f"--tasks={name}", f"--include_path={tmp_path}"]
     return write
 
@@ -152,41 +136,16 @@ def test_a_task_of_the_models_own_decodings_has_accuracy_1_and_0_if_one_byte_dif
         assert found[name]["acc,none"] == accuracy
 
 
-@with_harness
-def test_real_questions_in_a_local_task_file(checkpoints, task):
-    path = Path(ROOT, "..", "shared", "data", "eval", "piqa", "validation.jsonl")
-    if not path.exists():
-        pytest.skip("needs ../shared/data/eval")
-    rows = [json.loads(line) for line in path.read_text().splitlines()[:8]]
-    flags = task("mine", CHOICES, [dict(context=f"Question: {r['goal']}\nAnswer:", label=r["label"],
-                                        choices=[f" {r['sol1']}", f" {r['sol2']}"]) for r in rows])
-    found = eval_record(f"--checkpoint={checkpoints[0]}", "--limit=4", *flags)["results"][0]["tasks"]["mine"]
-    assert found["acc,none"] * 4 in range(5)
-
-
 # ----------------------------------------------------------------------------------------------
 # What is refused
 
 @with_harness
 @pytest.mark.parametrize("kind, message", [
-    ("output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{context}}'\n", "likelihood of whole texts"),
-    ("output_type: generate_until\ndoc_to_text: '{{context}}'\ndoc_to_target: a\n", "only scores given answers")])
+    (WHOLE_TEXTS, "likelihood of whole texts"), (FREE_ANSWERS, "only scores given answers")])
 def test_what_the_adapter_cannot_do_is_a_sentence(checkpoints, task, kind, message):
     flags = task("other", kind, [dict(context="some text")])
     status, _, error = script("eval.py", "--device=cpu", f"--checkpoint={checkpoints[0]}", *flags)
     assert status == 1 and message in error.splitlines()[-1]
-
-
-@with_harness
-def test_an_unknown_task_is_a_sentence(checkpoints):
-    status, _, error = script("eval.py", "--device=cpu", f"--checkpoint={checkpoints[0]}", "--tasks=piqaa")
-    assert status == 1 and "eval.py: the harness has no task 'piqaa'" in error.splitlines()[-1]
-
-
-def test_without_the_harness_the_sentence_has_its_command(checkpoints, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)   # as if it were not installed
-    status, _, error = script("eval.py", "--device=cpu", f"--checkpoint={checkpoints[0]}", "--tasks=piqa")
-    assert status == 1 and "eval.py: --tasks needs lm_eval" in error and "pip install lm_eval==0.4.13" in error
 
 
 def test_likelihoods_that_are_not_finite_are_refused():

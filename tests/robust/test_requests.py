@@ -3,6 +3,7 @@ stdout, and what a terminal shows."""
 import contextlib
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,17 +61,6 @@ def test_a_row_ends_at_its_first_end_of_text(engine):
             assert torch.equal(row, whole[:end])
 
 
-def test_equal_prompts_are_read_once():
-    model, sizes = make_model("mamba_h"), []
-    prefill = model.prefill
-    a, b, c = prompts_of(19, 19, 9)
-    prompts = [a, c, b, a, c]
-    alone = [generate(model, [p], 9, make_sampler(model, 1, seed=5 + i)).tokens[0] for i, p in enumerate(prompts)]
-    model.prefill = lambda x0, cache, **how: (sizes.append(tuple(x0.shape)), prefill(x0, cache, **how))
-    rows = generate(model, prompts, 9, make_sampler(model, 5)).tokens
-    assert sizes[:4] == [(1, 16), (1, 8), (1, 16), (5, 8)] and all(map(torch.equal, rows, alone))
-
-
 # ----------------------------------------------------------------------------------------------
 # Saved prompts
 
@@ -91,9 +81,8 @@ def test_a_saved_prompt_of_other_weights_is_refused(tmp_path):
     load_prompt(path, model.config, fingerprint(make_model("mamba_h", torch.float32), torch.float32))
     other = make_model("mamba_h", torch.float32)
     other.layers[1].mixer.fwd.D.data[0] += 1e-6         # a single value of the smallest parameter
-    for others, dtype in ((model, torch.bfloat16), (other, torch.float32),
-                          *((make_model("mamba_h", torch.float32, **changes), torch.float32)
-                            for changes in (dict(seed=1), dict(rope_theta=1e5)))):
+    turned = make_model("mamba_h", torch.float32, rope_theta=1e5)
+    for others, dtype in ((model, torch.bfloat16), (other, torch.float32), (turned, torch.float32)):
         with pytest.raises(UserError, match="saved by another model or in another dtype"):
             load_prompt(path, others.config, fingerprint(others, dtype))
     with pytest.raises(AssertionError, match="shorter than what the cache holds"):
@@ -110,42 +99,21 @@ def run(monkeypatch, **settings):
     sample.main()
 
 
-FULL = "vocab_size, seq_len, block_len, n_layer, n_head, d_model, attn_every = 258, 64, 64, 1, 2, 32, 1"
-BEFORE_THE_MODEL = [
-    (dict(length=0), "length must be at least 1, but is 0"), (dict(seed=10 ** 23), "seed must be at most"),
-    (dict(decoder="sideways"), "decoder must be one of .*, but is 'sideways'"),
-    (dict(top_p=0.0), "top_p must be above 0, but is 0.0"), (dict(temperature=-1.0), "temperature must be at least 0"),
-    (dict(engine="x"), "engine must be one of"),
-    (dict(prompt="hi", prompt_file="f"), "leave one out"), (dict(save_cache="{here}/ckpt.pt"), "must end in .cache"),
-    (dict(prompt="caf\udce9"), "surrogates not allowed"),
-    (dict(prompt_file="{here}/nope"), "nope"), (dict(prompt_file="{here}/latin"), "latin is not UTF-8 .byte 3")]
-BEFORE_THE_PROMPT = [
-    (dict(engine="graphs", save_cache="{here}/a.cache"), "a GPU"),
-    (dict(untrained="{here}/full.py", load_cache="{here}/a.cache"), "no cache to save or load"),
-    (dict(untrained="{here}/v.py"), "1000 token ids, not those of its tokenizer, gpt2"),
-    (dict(load_cache="{here}/nope.cache"), "no saved prompt can be read from .*nope.cache .* --save_cache")]
+def test_a_device_without_fp64_is_refused():
+    on_mps = SimpleNamespace(embed=SimpleNamespace(weight=SimpleNamespace(device=torch.device("mps"))))
+    with pytest.raises(UserError, match="cannot sample, because draws need fp64"):
+        sample.open_engine("auto", on_mps)
 
 
-@pytest.mark.parametrize("settings, message", BEFORE_THE_MODEL + BEFORE_THE_PROMPT)
-def test_requests_are_refused_before_a_prompt_is_read_or_shown_and_change_no_file(monkeypatch, tmp_path, capsys,
-                                                                                  settings, message):
-    """Those that need no model to be refused are refused before one is loaded."""
-    files = {"ckpt.pt": b"as it was", "latin": b"caf\xe9", "full.py": FULL.encode(), "v.py": b"vocab_size = 1000"}
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    if (settings, message) in BEFORE_THE_MODEL:
-        monkeypatch.setattr(sample, "open_model", lambda *_: pytest.fail("a model was loaded"))
-    monkeypatch.setattr(BlockDiffusionLM, "prefill", lambda *_, **__: pytest.fail("the prompt was read"))
-    settings = {k: v.format(here=tmp_path) if isinstance(v, str) else v for k, v in settings.items()}
-    with pytest.raises((UserError, OSError, UnicodeError), match=message):
-        run(monkeypatch, **{"prompt": "" if "prompt_file" in settings else "a prompt of some length", **settings})
-    assert capsys.readouterr().out == ""
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
+@pytest.fixture
+def asked(monkeypatch):
+    """What `generate` was asked for: its arguments, a tuple for each call."""
+    calls, generate = [], sample.generate
+    monkeypatch.setattr(sample, "generate", lambda *args: calls.append(args) or generate(*args))
+    return calls
 
 
-def test_all_settings_reach_the_generation_and_watch_prints_a_line_for_each_step(monkeypatch, capsys):
-    asked, generate = [], sample.generate
-    monkeypatch.setattr(sample, "generate", lambda *args: asked.append(args) or generate(*args))
+def test_all_settings_reach_the_generation_and_watch_prints_a_line_for_each_step(monkeypatch, capsys, asked):
     run(monkeypatch, prompt="def ", suffix="()", length=9, num_samples=2, seed=7, temperature=0.5, top_k=9, top_p=0.8,
         decoder="confidence", tokens_per_step=3, stop_at_eot=True, watch=True)
     _, prompts, length, sampler, _, stop_token, *_, suffix = asked[0]
@@ -161,7 +129,7 @@ def test_all_settings_reach_the_generation_and_watch_prints_a_line_for_each_step
 
 
 def test_a_full_sequence_model_takes_16_steps_also_after_a_long_prompt(monkeypatch, tmp_path, capsys):
-    (tmp_path / "full.py").write_text(FULL)
+    (tmp_path / "full.py").write_text("vocab_size, seq_len, block_len = 258, 64, 64")
     run(monkeypatch, untrained=str(tmp_path / "full.py"), prompt="x" * 200, length=32, tokens_per_step=0)
     assert " 16 forward passes" in capsys.readouterr().err
 
@@ -211,9 +179,7 @@ def test_no_cursor_codes_reach_a_terminal_that_shows_stdout_and_stderr(monkeypat
     assert want in seen and "\x1b" not in seen and seen.count("\n") == want.count("\n") + 2
 
 
-def test_a_prompt_that_contains_the_text_of_an_end_of_document_is_named(monkeypatch, capsys):
-    asked, generate = [], sample.generate
-    monkeypatch.setattr(sample, "generate", lambda *args: asked.append(args) or generate(*args))
+def test_a_prompt_that_contains_the_text_of_an_end_of_document_is_named(monkeypatch, capsys, asked):
     run(monkeypatch, prompt="a<|endoftext|>b")
     printed, said = capsys.readouterr()
     assert said.startswith("<|endoftext|> in the prompt or suffix is read as text")

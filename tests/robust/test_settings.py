@@ -1,4 +1,4 @@
-"""Settings: files and flags, types, typos, values that contradict each other. Each mistake ends in one sentence."""
+"""Settings: files and flags, types, typos. Each mistake ends in one sentence. (Of whole commands: test_mistakes.py.)"""
 import contextlib
 import io
 import os
@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import configurator
+import ops
 from configurator import UserError, configure, settings_of
-from conftest import ROOT, TINY, make_model, module_of, run_train, script
-from model import BlockDiffusionLM, ModelConfig
+from conftest import ROOT, make_model, module_of
 from paper import config_from_file
-from parallel import Parallel
+from parallel import Parallel, ampere_or_later, pick_dtype, select_kernels
 
 
 def namespace(**extra):
@@ -134,20 +134,6 @@ def test_a_character_that_the_output_lacks_is_a_question_mark(encoding, shown):
 # ----------------------------------------------------------------------------------------------
 # Of a model and of a training
 
-@pytest.mark.parametrize("change, message", [
-    (dict(seq_len=100), "seq_len is 100, but must be a multiple of block_len = 16"),
-    (dict(n_head=5), r"d_model is 64, but must be a multiple of 2 \* n_head = 10"),
-    (dict(mamba_head_dim=48), r"mamba_expand \* d_model is 128, but must be a multiple of mamba_head_dim = 48"),
-    (dict(block_len=0), "block_len must be above 0, but is 0")])
-def test_shapes_that_cannot_work_are_refused_in_a_sentence(change, message):
-    shape = dict(seq_len=64, block_len=16, d_model=64, n_head=4, mamba_head_dim=32)
-    with pytest.raises(UserError, match=message):
-        ModelConfig(**{**shape, **change})
-    if "mamba_head_dim" in change:                      # attention-only models need no geometry of Mamba
-        shape = dict(shape, attn_every=1, vocab_size=23, n_layer=2, **change)
-        assert BlockDiffusionLM(ModelConfig(**shape))(torch.zeros(2, 64, dtype=torch.long)).isfinite()
-
-
 def test_a_cache_refuses_half_blocks_and_what_is_beyond_its_length_in_a_sentence():
     model = make_model("mamba_h")
     cache = model.new_cache(1, 16)
@@ -157,22 +143,8 @@ def test_a_cache_refuses_half_blocks_and_what_is_beyond_its_length_in_a_sentence
             model.prefill(torch.zeros(1, tokens, dtype=torch.long), cache)
 
 
-@pytest.mark.parametrize("argv, message", [
-    ("--batch_size=4 --micro_batch_size=3", "must divide the 4 sequences"),
-    ("--tokenizer=gpt4", "tokenizer must be one of auto, bytes, gpt2"),
-    ("--warmup_iters=4", r"warmup_iters must be below max_iters \(4\), but is 4; add --warmup_iters=0"),
-    ("--kernels=triton", "kernels must be one of auto, torch, mamba_ssm, but is 'triton'"),
-    ("--batch_size=0", "batch_size must be at least 1, but is 0"), ("--min_lr=1", "min_lr must be at most"),
-    ("--learning_rate=0", "above 0"), ("--learning_rate=nan", "takes a finite number"),
-    *((f"--device={name}", f"no device '{name}'") for name in ("cuda:99", "cpu:1", "cpu:x", "cpu:", "gpu")),
-    ("--out_dir={trained} --resume --d_state=16", "was trained with d_state=8; add its config file or these settings"),
-    ("--init_from={trained} --time_conditioning", "with time_conditioning=False; add"),
-    ("--init_from={trained} --n_head=1 --reverse_scan=false", "with n_head=2, reverse_scan=True; add"),
-    ("--init_from={trained} --n_layer=3", "with n_layer=2; add")])
-def test_settings_that_contradict_each_other_or_a_checkpoint_are_refused(corpus, trained, tmp_path, argv, message):
-    argv = argv.format(trained=trained).split()
-    with pytest.raises(UserError, match=message):
-        run_train(TINY + [f"--data={corpus}", f"--out_dir={tmp_path}", *argv])
+def test_a_model_of_attention_alone_needs_no_geometry_of_mamba():
+    assert make_model("attention", mamba_head_dim=48)(torch.zeros(2, 32, dtype=torch.long)).isfinite()
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):
@@ -188,22 +160,23 @@ def test_the_laptop_config_is_the_default_and_the_others_start_from_smaller_weig
         configure(vars(module), argv)
         return settings_of(vars(module))
     default = settings_with()
-    assert settings_with("config/laptop.py") == {**default, "tokenizer": "bytes"} and default["init_std"] == 0.1 and default["embed_std"] == 1
+    assert settings_with("config/laptop.py") == {**default, "tokenizer": "bytes"}
+    assert default["init_std"] == 0.1 and default["embed_std"] == 1
     for path in {*ROOT.glob("config/*_*.py")}:          # the wide models; laptop and novelist are narrow
         settings = settings_with(str(path))
         assert settings["init_std"] == settings["embed_std"] == 0.02
 
 
-@pytest.mark.parametrize("command, message", [
-    ("train.py --out_dir={tmp}/new --data={tmp}/none", "none holds no prepared text: run python data.py"),
-    ("sample.py --out_dir={tmp}/none", "make one with python train.py"),
-    ("sample.py --untrained=lptop", "config file lptop does not exist"),
-    ("eval.py --checkpoint={good} --data={data} --seq_len=33", "whole blocks of block_len 8"),
-    ("eval.py --checkpoint={tmp}/nowhere", "no checkpoint can be read from"),
-    ("eval.py --checkpoint={good} --data={tmp}/nowhere", "holds no prepared text"),
-    ("eval.py --out={tmp}/ckpt.pt", "out must end in .json, but is")])
-def test_a_mistake_is_one_sentence_and_a_non_zero_exit(saved, corpus, tmp_path, command, message):
-    command = command.format(good=saved[0], data=corpus, tmp=tmp_path).split()
-    status, _, error = script(*command, "--device=cpu")
-    last = error.splitlines()[-1]
-    assert status == 1 and last.startswith(command[0]) and message in last
+def test_a_gpu_before_ampere_runs_the_plain_operations_in_fp32(monkeypatch):
+    """A mocked T4. ops.FAST stays empty, so neither the kernels nor the engines of fast/ are chosen."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    for capability, modern in (((8, 0), True), ((7, 5), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        assert ampere_or_later("cuda") == modern and not ampere_or_later("cpu")
+        assert pick_dtype("auto", "cuda") == (torch.bfloat16 if modern else torch.float32)
+    ops.FAST["ssd_scan"] = None                         # left by an earlier choice
+    assert select_kernels("auto", "cuda") == (
+        "kernels: plain (Tesla T4 has compute capability 7.5; bf16 and fast/ need 8.0)")
+    assert ops.FAST == {}
+    with pytest.raises(UserError, match="kernels=mamba_ssm needs a GPU of compute capability 8.0"):
+        select_kernels("mamba_ssm", "cuda")

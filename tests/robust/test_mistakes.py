@@ -1,0 +1,100 @@
+"""Ordinary mistakes in a command: each ends in one sentence that says what to do, and changes no file."""
+import sys
+
+import pytest
+
+from conftest import script, with_harness
+from model import BlockDiffusionLM
+from parallel import has_fast
+
+# The commands run in a folder with these files and with a checkpoint in out/.
+HERE = {"README.md": b"mine", "a.csv": b"x", "a.txt": b"text", "empty.jsonl": b"\n", "a.jsonl": b'{"text": "a"}\n',
+        "latin": b"caf\xe9", "v.py": b"vocab_size = 1000", "full.py": b"vocab_size, seq_len, block_len = 258, 64, 64"}
+without_fast = pytest.mark.skipif(has_fast(), reason="needs a checkout without the folder fast/")
+COMMANDS = [
+    # with the settings of a tiny training
+    ("train.py --data=none", "none holds no prepared text: run python data.py"),
+    ("train.py --seq_len=100", "seq_len is 100, but must be a multiple of block_len = 8"),
+    ("train.py --n_head=5", "d_model is 32, but must be a multiple of 2 * n_head = 10"),
+    ("train.py --mamba_head_dim=48", "mamba_expand * d_model is 64, but must be a multiple of mamba_head_dim = 48"),
+    ("train.py --block_len=0", "block_len must be above 0, but is 0"),
+    ("train.py --batch_size=4 --micro_batch_size=3", "must divide the 4 sequences"),
+    ("train.py --tokenizer=gpt4", "tokenizer must be one of auto, bytes, gpt2"),
+    ("train.py --warmup_iters=4", "warmup_iters must be below max_iters (4), but is 4; add --warmup_iters=0"),
+    ("train.py --kernels=triton", "kernels must be one of auto, torch, mamba_ssm, but is 'triton'"),
+    ("train.py --batch_size=0", "batch_size must be at least 1, but is 0"),
+    ("train.py --min_lr=1", "min_lr must be at most"),
+    ("train.py --learning_rate=0", "above 0"),
+    *((f"train.py --device={name}", f"no device '{name}'") for name in ("cuda:99", "cpu:1", "cpu:x", "cpu:", "gpu")),
+    ("train.py --out_dir={trained} --resume --d_state=16",
+     "was trained with d_state=8; add its config file or these settings"),
+    ("train.py --init_from={trained} --time_conditioning", "with time_conditioning=False; add"),
+    ("train.py --init_from={trained} --n_head=1 --reverse_scan=false", "with n_head=2, reverse_scan=True; add"),
+    ("train.py --init_from={trained} --n_layer=3", "with n_layer=2; add"),
+    # with a prompt, and where nothing else is said an untrained model
+    ("sample.py --untrained= --out_dir=none", "make one with python train.py"),
+    ("sample.py --untrained=lptop", "config file lptop does not exist"),
+    ("sample.py --untrained=v.py", "1000 token ids, not those of its tokenizer, gpt2"),
+    ("sample.py --length=0", "length must be at least 1, but is 0"),
+    ("sample.py --seed=100000000000000000000000", "seed must be at most"),
+    ("sample.py --decoder=sideways", "but is 'sideways'"),
+    ("sample.py --top_p=0", "top_p must be above 0, but is 0.0"),
+    ("sample.py --temperature=-1", "temperature must be at least 0"),
+    ("sample.py --engine=graphs --save_cache=a.cache", "a GPU"),
+    pytest.param("sample.py --engine=fused", "engine=fused needs the folder fast/", marks=without_fast),
+    ("sample.py --prompt_file=a.txt", "leave one out"),
+    ("sample.py --prompt= --prompt_file=nope", "nope"),
+    ("sample.py --prompt= --prompt_file=latin", "latin is not UTF-8 (byte 3"),
+    ("sample.py --prompt=caf\udce9", "surrogates not allowed"),
+    ("sample.py --save_cache=ckpt.pt", "must end in .cache"),
+    ("sample.py --untrained=full.py --load_cache=a.cache", "no cache to save or load"),
+    ("sample.py --load_cache=nope.cache", "no saved prompt can be read from nope.cache"),
+    ("eval.py --checkpoint=out --data={data} --seq_len=33", "whole blocks of block_len 8"),
+    ("eval.py --checkpoint=nowhere", "no checkpoint can be read from"),
+    ("eval.py --checkpoint=hf://owner/name", "hf://owner/name needs huggingface_hub: pip install huggingface_hub"),
+    ("eval.py --checkpoint=out --data=nowhere", "holds no prepared text"),
+    ("eval.py --out=ckpt.pt", "out must end in .json, but is"),
+    ("eval.py --checkpoint=out --tasks=piqa", "--tasks needs lm_eval: pip install lm_eval==0.4.13"),
+    pytest.param("eval.py --checkpoint=out --tasks=piqaa", "the harness has no task 'piqaa'", marks=with_harness),
+    ("checkpoint.py", "write python checkpoint.py export out/ --to=folder, not nothing"),
+    ("checkpoint.py export out", "to is empty"),
+    ("checkpoint.py export out --too=x", "did you mean to"),
+    ("checkpoint.py export out --to=x --dtype=int8", "dtype must be one of float32, bfloat16"),
+    ("checkpoint.py export out/nowhere --to=x", "no checkpoint can be read from"),
+    ("checkpoint.py export out --to=.", "holds README.md already, which would be lost"),
+    ("checkpoint.py export out --to=out/ckpt.pt", "ckpt.pt"),
+    ("data.py jsonl missing.jsonl --out new", "missing.jsonl is not a file"),
+    ("data.py jsonl a.txt --val_fraction 0.1 --out new", "a.txt is one document, which --val_fraction"),
+    ("data.py jsonl a.csv --out new", "endings"),
+    ("data.py jsonl --out new", "name some"),
+    ("data.py jsonl empty.jsonl --tokenizer bytes --out new", "0 documents were found, none for the"),
+    ("data.py dclm --local .", "python data.py dclm --tokens 5e9"),
+    ("data.py show nowhere", "nowhere holds no prepared text: run python data.py"),
+    ("data.py c4 --local . --out new", "no file that matches"),
+    ("data.py mcqa --local nowhere", "python eval.py --tasks="),
+    *((f"data.py dclm --tokens={value}", "must be ") for value in ("0.5", "nan", "inf")),
+    ("data.py jsonl a.jsonl --tokens=9", "takes no"),
+    ("data.py show out --val_fraction=0.5", "takes no"),
+    *((f"data.py jsonl a.jsonl --out=new --val_fraction={value}", "must be ") for value in ("-1", "nan", "1")),
+    ("data.py jsonl a.jsonl --out=new --val_fraction=x", "invalid float value")]
+
+
+@pytest.mark.parametrize("command, message", COMMANDS)
+def test_a_mistake_is_one_sentence_and_changes_no_file(saved, corpus, trained, tiny, tmp_path, monkeypatch, command,
+                                                       message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(BlockDiffusionLM, "prefill", lambda *_, **__: pytest.fail("the prompt was read"))
+    if "pip install" in message:
+        monkeypatch.setitem(sys.modules, message.split()[2].rstrip(":"), None)          # as if it were not installed
+    for name, content in HERE.items():
+        (tmp_path / name).write_bytes(content)
+
+    def files():
+        """All but empty ones: a lock may be left."""
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size}
+    before, (name, *flags) = files(), command.format(data=corpus, trained=trained).split()
+    usual = {"train.py": tiny, "sample.py": ["--untrained=laptop", "--device=cpu", "--prompt=some text"]}
+    status, printed, error = script(name, *usual.get(name, []), *flags)
+    last = error.splitlines()[-1]
+    assert status in (1, 2) and last.startswith(f"{name}: ") and message in last and "Traceback" not in error
+    assert files() == before and (name != "sample.py" or printed == "")
