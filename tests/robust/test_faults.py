@@ -248,6 +248,7 @@ def change_checkpoint(folder, target, edit):
 @pytest.mark.parametrize("edit, message", [
     (lambda r: r["model"]["head.weight"].fill_(float("nan")), "weights that are not finite"),
     (lambda r: r.update(format="nanobdlm-2"), "has the format nanobdlm-2, which this revision does not read"),
+    (lambda r: r["config"].update(rope_theta=float("nan")), "rope_theta must be above 0 and finite, but is nan"),
     (lambda r: r.pop("optimizer"), "has no optimizer: it is no whole checkpoint"),
     (lambda r: (r["config"].update(vocab_size=9), r.update(tokenizer="x")), "was trained with tokenizer=x; add"),
     (lambda r: r.update(text="0" * 64), "holds another text than when .* was saved; prepare the former again, or")])

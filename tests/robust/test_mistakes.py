@@ -17,7 +17,7 @@ COMMANDS = [
     ("train.py --seq_len=100", "seq_len is 100, but must be a multiple of block_len = 8"),
     ("train.py --n_head=5", "d_model is 32, but must be a multiple of 2 * n_head = 10"),
     ("train.py --mamba_head_dim=48", "mamba_expand * d_model is 64, but must be a multiple of mamba_head_dim = 48"),
-    ("train.py --block_len=0", "block_len must be above 0, but is 0"),
+    ("train.py --block_len=0", "block_len must be above 0 and finite, but is 0"),
     ("train.py --batch_size=4 --micro_batch_size=3", "must divide the 4 sequences"),
     ("train.py --tokenizer=gpt4", "tokenizer must be one of auto, bytes, gpt2"),
     ("train.py --warmup_iters=4", "warmup_iters must be below max_iters (4), but is 4; add --warmup_iters=0"),
