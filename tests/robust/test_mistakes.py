@@ -3,13 +3,13 @@ import sys
 
 import pytest
 
-from conftest import script, with_harness
+from conftest import FULL, script, with_harness
 from model import BlockDiffusionLM
 from parallel import has_fast
 
 # The commands run in a folder with these files and with a checkpoint in out/.
 HERE = {"README.md": b"mine", "a.csv": b"x", "a.txt": b"text", "empty.jsonl": b"\n", "a.jsonl": b'{"text": "a"}\n',
-        "latin": b"caf\xe9", "v.py": b"vocab_size = 1000", "full.py": b"vocab_size, seq_len, block_len = 258, 64, 64"}
+        "latin": b"caf\xe9", "v.py": b"vocab_size = 1000", "full.py": FULL.encode()}
 without_fast = pytest.mark.skipif(has_fast(), reason="needs a checkout without the folder fast/")
 COMMANDS = [
     # with the settings of a tiny training

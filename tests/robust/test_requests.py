@@ -12,7 +12,7 @@ import decoders
 import sample
 from checkpoint import fingerprint, load_prompt, save_prompt
 from configurator import UserError
-from conftest import ENGINES, generate_by, make_model, make_sampler, prompts_of, script
+from conftest import ENGINES, FULL, generate_by, make_model, make_sampler, prompts_of, script
 from decoders import Sampler
 from model import BlockDiffusionLM
 from sample import generate, read
@@ -129,7 +129,7 @@ def test_all_settings_reach_the_generation_and_watch_prints_a_line_for_each_step
 
 
 def test_a_full_sequence_model_takes_16_steps_also_after_a_long_prompt(monkeypatch, tmp_path, capsys):
-    (tmp_path / "full.py").write_text("vocab_size, seq_len, block_len = 258, 64, 64")
+    (tmp_path / "full.py").write_text(FULL)
     run(monkeypatch, untrained=str(tmp_path / "full.py"), prompt="x" * 200, length=32, tokens_per_step=0)
     assert " 16 forward passes" in capsys.readouterr().err
 
