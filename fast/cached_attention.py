@@ -121,21 +121,22 @@ def attend_kernel(q_ptr, kc_ptr, vc_ptr, n_ptr, ko_ptr, vo_ptr, o_ptr, lse_ptr,
 
 @triton.jit
 def combine_kernel(part_ptr, lse_ptr, o_ptr, n_ptr, cap, num_splits, h: tl.constexpr, m: tl.constexpr, l: tl.constexpr,
-                   d: tl.constexpr, D: tl.constexpr, R: tl.constexpr, N: tl.constexpr, least: tl.constexpr):
-    """Mean of the splits' outputs, weighted by 2^lse, for R of the (b, m, h) rows. A thread adds up its values split by
-    split: nothing is exchanged between threads."""
+                   d: tl.constexpr, D: tl.constexpr, S: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+                   least: tl.constexpr):
+    """Mean of the splits' outputs, weighted by 2^lse, for R of the (b, m, h) rows. A thread adds up its values, S splits
+    at a time, whose loads do not wait for each other. Nothing is exchanged between threads."""
     b = tl.program_id(1).to(tl.int64)
     _, _, total, share = shares(n_ptr, b, cap, num_splits, l, N, least)
     r, c = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, D)
     top, z, o = tl.full([R], float("-inf"), tl.float32), tl.zeros([R], tl.float32), tl.zeros([R, D], tl.float32)
     live = tl.cdiv(total, share)  # the other splits had no keys and wrote nothing
-    for first in range(0, live, 8):  # the loads of 8 splits do not wait for each other
+    for first in range(0, live, S):
         new = top
-        for s in tl.static_range(8):
+        for s in tl.static_range(S):
             row = ((first + s) * tl.num_programs(1) + b) * (m * h) + r
             new = tl.maximum(new, tl.load(lse_ptr + row, mask=(r < m * h) & (first + s < live), other=float("-inf")))
         o, z = o * tl.exp2(top - new)[:, None], z * tl.exp2(top - new)
-        for s in tl.static_range(8):
+        for s in tl.static_range(S):
             row = ((first + s) * tl.num_programs(1) + b) * (m * h) + r
             on = (r < m * h) & (first + s < live)
             w = tl.exp2(tl.load(lse_ptr + row, mask=on, other=float("-inf")) - new)
@@ -190,7 +191,8 @@ def block_attention(q, k_cache, v_cache, lengths, k_own, v_own, num_splits=0):
         kl=k_own.stride(1), vl=v_own.stride(1), align=align, h=h, m=m, l=l, d=d, D=D, caches=c, M=M, N=N,
         least=least, stages=stages, num_warps=warps)
     if num_splits > 1:
-        combine_kernel[triton.cdiv(m * h, 8), b](part, lse, out, lengths, cap, num_splits, h, m, l, d, D, 8, N, least)
+        S, R = min(num_splits, 16), 8
+        combine_kernel[triton.cdiv(m * h, R), b](part, lse, out, lengths, cap, num_splits, h, m, l, d, D, S, R, N, least)
     return out
 
 
