@@ -7,8 +7,8 @@ the device, so the host replays the same graph for every block.
     python -m pytest tests/kernels/test_engines.py              on a CPU, without graphs
     python -m pytest tests/kernels/test_gpu.py -k graphs        on a GPU
 """
-import ctypes
-import warnings
+import functools
+import sys
 
 import torch
 
@@ -93,11 +93,6 @@ class FastEngine:
     def capture(self):
         """Records a step without and a step with a commit. The cache must be empty, and is empty afterwards. All lazy
         compilation, tuning and loading happens here, so the first block is as fast as the others."""
-        # A process that has ever had a second CUDA context runs chains of small kernels 2 to 7 % faster (measured on an
-        # H200 with driver 580, docs/kernels.md). So one is made, and given back. Where it cannot be made nothing is lost.
-        cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
-        if cuda.cuCtxCreate_v2(ctypes.byref(context), 0, torch.cuda.current_device()) == 0:
-            cuda.cuCtxDestroy_v2(context)               # which makes torch's context the current one again
         kinds = (False, True) if self.cache.max_len else (False,)      # without a cache nothing is committed
         # Positions must not depend on what kernels compute that do not run.
         if "cached_attention" in ops.FAST and self.block.positions() is not None:
@@ -129,7 +124,7 @@ class FastEngine:
 def new_engine(wanted, model, cache, sampler, block_len):
     """
     Builds a FastEngine. wanted is the setting `engine`. "graphs": with CUDA graphs, or a UserError if they cannot be
-    recorded. "auto": with CUDA graphs, or else it warns of the reason and runs without. "fused": without.
+    recorded. "auto": with CUDA graphs, or else it prints the reason once and runs without. "fused": without.
     """
     # Plain attention to a cache waits for the device, which a graph cannot record.
     if wanted == "graphs" and cache.max_len and "cached_attention" not in ops.FAST:
@@ -142,6 +137,11 @@ def new_engine(wanted, model, cache, sampler, block_len):
             why = f"no CUDA graphs: one could not be recorded: {str(error).splitlines()[0]}"
             if wanted == "graphs":
                 raise UserError(why) from None
-            warnings.warn(why, stacklevel=2)
+            say_once(why)
             cache.clear()
     return FastEngine(model, cache, sampler, block_len, record=False)
+
+
+@functools.lru_cache(maxsize=None)
+def say_once(text):
+    print(text, file=sys.stderr)
