@@ -123,8 +123,8 @@ def attend_kernel(q_ptr, kc_ptr, vc_ptr, n_ptr, ko_ptr, vo_ptr, o_ptr, lse_ptr,
 def combine_kernel(part_ptr, lse_ptr, o_ptr, n_ptr, cap, num_splits, h: tl.constexpr, m: tl.constexpr, l: tl.constexpr,
                    d: tl.constexpr, D: tl.constexpr, S: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
                    least: tl.constexpr):
-    """Mean of the splits' outputs, weighted by 2^lse, for R of the (b, m, h) rows. A thread adds up its values, S splits
-    at a time, whose loads do not wait for each other. Nothing is exchanged between threads."""
+    """Mean of the splits' outputs, weighted by 2^lse, for R of the (b, m, h) rows. Each thread adds up its own values: S
+    splits at a time, whose loads do not wait for each other."""
     b = tl.program_id(1).to(tl.int64)
     _, _, total, share = shares(n_ptr, b, cap, num_splits, l, N, least)
     r, c = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, D)
@@ -191,8 +191,8 @@ def block_attention(q, k_cache, v_cache, lengths, k_own, v_own, num_splits=0):
         kl=k_own.stride(1), vl=v_own.stride(1), align=align, h=h, m=m, l=l, d=d, D=D, caches=c, M=M, N=N,
         least=least, stages=stages, num_warps=warps)
     if num_splits > 1:
-        S, R = min(num_splits, 16), 8
-        combine_kernel[triton.cdiv(m * h, R), b](part, lse, out, lengths, cap, num_splits, h, m, l, d, D, S, R, N, least)
+        combine_kernel[triton.cdiv(m * h, 8), b](part, lse, out, lengths, cap, num_splits, h, m, l, d, D,
+                                                 min(num_splits, 16), 8, N, least)
     return out
 
 
