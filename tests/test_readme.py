@@ -76,11 +76,11 @@ def test_the_results_are_those_of_the_json_files_and_of_the_paper():
     _, _, *table = README.partition("\n| | perplexity |")[2].partition("\n\n")[0].splitlines()
     assert len(table) == len(MODELS)
     for line, (kind, (name, _)) in zip(table, MODELS.items()):
-        first, long, training, *generation = (cell.strip() for cell in line.strip("|").split("|"))
+        first, quality, training, *generation = (cell.strip() for cell in line.strip("|").split("|"))
         run = next(run for run in rows("web_87m") if run["base"] == f"{kind}_87m")
         e = run["texts"]["data/web"]
         assert first == name
-        assert long == f"{e['ppl']:.0f} ± {e['ppl_se']:.0f} ({RESULTS[f'{kind}_87m']['c4'][0]:.1f})"
+        assert quality == f"{e['ppl']:.0f} ± {e['ppl_se']:.0f} ({RESULTS[f'{kind}_87m']['c4'][0]:.1f})"
         speed, = (r["tok_per_s"] for r in rows("train") if r["config"] == f"{kind}_350m")
         assert training == f"{speed:,.0f} ({TRAIN[kind] / 8:,.0f})"
         speeds = {r["length"]: r["tok_per_s"] for r in rows(f"sample_{kind}")}
