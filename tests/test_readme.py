@@ -55,10 +55,14 @@ def test_the_pages_name_every_tool_and_every_operation_that_may_be_replaced():
     assert not [path.stem for path in ROOT.glob("tools/[a-z]*.py") if path.stem not in README]
 
 
-def test_parameter_counts_are_the_papers_and_the_shipped_models_is_right():
+def test_the_models_of_config_are_those_of_the_readme_and_have_the_papers_parameter_counts():
     def millions(name):
         with torch.device("meta"):
             return BlockDiffusionLM(config_from_file(name)).n_params / 1e6
+    for name in PARAMS:
+        c = config_from_file(name)
+        assert c.block_len == (256 if name.startswith(("bdlm_attention", "mamba_h")) else 8192)
+        assert c.attn_every == (6 if "mamba" in name else 1)
     assert {name: f"{millions(name):.2f}" for name in PARAMS} == {name: f"{count:.2f}" for name, count in PARAMS.items()}
     assert f"[{millions('novelist'):.1f}M parameters](assets/novelist/README.md)" in README
 
