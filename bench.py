@@ -28,11 +28,11 @@ import numpy as np
 import torch
 
 import paper
-from checkpoint import check_out, write_file
-from configurator import UserError, check, configure, script
-from data import noise_generators
+from checkpoint import config_from_file
+from configurator import UserError, check, check_out, configure, script, write_file
 from decoders import Sampler
 from model import BlockDiffusionLM, ModelConfig
+from nelbo import noise_generators
 from parallel import Parallel, ShardedAdamW, ampere_or_later, compile_layers, hardware, pick_dtype, select_kernels
 from sample import now, open_engine
 
@@ -132,7 +132,7 @@ def models(size, dev):
     """(name, ModelConfig) of each config to measure: the setting `only`, or by default the four models of this size;
     on a CPU config/laptop.py."""
     names = only or ([f"{kind}_{size}" for kind in paper.MODELS] if dev.type == "cuda" else ["laptop"])
-    return [(Path(name).stem, paper.config_from_file(name)) for name in map(str, names)]
+    return [(Path(name).stem, config_from_file(name)) for name in map(str, names)]
 
 
 # ----------------------------------------------------------------------------------------------

@@ -12,9 +12,8 @@ Reading never runs code from the file. Writing never leaves half a file.
     python -m pytest tests/test_sample.py -k saved            a saved prompt continues as the prompt itself does
 """
 import dataclasses
-import fcntl
+import difflib
 import hashlib
-import importlib
 import json
 import os
 import zipfile
@@ -22,69 +21,11 @@ from pathlib import Path
 
 import torch
 
-from configurator import UserError
+from configurator import UserError, fit, need, run_config, write_file
+from data import VOCABULARY, get_tokenizer
 from model import BlockDiffusionLM, Cache, ModelConfig
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"         # the files of an export
-
-
-# ----------------------------------------------------------------------------------------------
-# Files and packages
-
-def need(package, what, pip=""):
-    """Imports an optional package. Raises UserError with the command that installs it. For the message: `what` needs
-    the package; `pip` is its name for pip, if that is not the first part of `package`."""
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise UserError(f"{what} needs {package}: pip install {pip or package.partition('.')[0]}") from None
-
-
-def check_out(name, path, *endings):
-    """Checks the path of an output: it must have one of these endings, so it cannot replace a checkpoint or a text.
-    name: the setting that holds the path; an empty path means no output. Raises UserError."""
-    if path and not path.endswith(endings):
-        raise UserError(f"{name} must end in {' or '.join(endings)}, but is {path}")
-
-
-def write_file(path, content):
-    """
-    Writes a file whole or not at all: it writes to path + ".tmp" and renames that file. So after a crash or on a full
-    disk an older file is unchanged. content: text, or a function that writes to an open binary file. An empty path
-    writes nothing. Two processes must not write the same path at a time, see `lock`. Raises UserError if the file
-    cannot be written, and OSError if its folder cannot be made.
-    """
-    if not path:
-        return
-    write = content if callable(content) else lambda f: f.write(content.encode())
-    temporary = Path(f"{path}.tmp")
-    temporary.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        temporary.unlink(missing_ok=True)               # what a run that was killed has left
-        with open(temporary, "xb") as f:                # "x" follows no link that somebody else put there
-            write(f)
-            f.flush()
-            os.fsync(f.fileno())
-        temporary.replace(path)
-    except (OSError, RuntimeError) as error:
-        # torch.save raises a RuntimeError; behind it is the OSError of a full disk.
-        why = error.__context__ if isinstance(error.__context__, OSError) else error
-        raise UserError(f"{path} cannot be written ({why}); make room there, or choose another path") from error
-    finally:
-        temporary.unlink(missing_ok=True)               # half a file, after an error
-
-
-def lock(path, refusal):
-    """Opens the file `path`, which is made if it is missing, and locks it until it is closed or the process ends. Keep
-    the file that this returns: Python closes a file that nothing refers to. Raises UserError(refusal) if another
-    process has locked it."""
-    file = open(path, "a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if isinstance(error, BlockingIOError):          # else a file system without locks: train on
-            raise UserError(refusal) from None
-    return file
 
 
 def read_tensors(path, what="checkpoint", advice="make one with python train.py", mmap=False):
@@ -164,6 +105,36 @@ def read_export(path):
     if record.get("sha256") != hashlib.sha256(weights).hexdigest():
         raise UserError(f"{path} and the {CONFIG} beside it are no whole export; export or download both again")
     return dict(record, model=need("safetensors.torch", path).load(weights))
+
+
+def tokenizer_of(model, name, path):
+    """The tokenizer of that name. Raises UserError if its token ids are not the model's. path: for the message."""
+    size = model.config.vocab_size
+    if VOCABULARY.get(name) != size:
+        raise UserError(f"{path} has {size} token ids, not those of its tokenizer, {name}; choose from {VOCABULARY}")
+    return get_tokenizer(name)
+
+
+def open_checkpoint(path, device):
+    """Loads a checkpoint. path: see find_checkpoint. Returns the model, its tokenizer, the path of the file
+    and the checkpoint's record."""
+    path = find_checkpoint(path)
+    model, record = load_model(path, device)
+    return model, tokenizer_of(model, record.get("tokenizer"), path), path, record
+
+
+def config_from_file(path):
+    """The ModelConfig of a config file, given by its path or its name in config/. Its training settings are ignored.
+    Its vocabulary is that of its tokenizer. Raises UserError for a file that cannot be read, a misspelt name, or a
+    shape that cannot work."""
+    defaults = vars(ModelConfig())
+    settings = run_config(path, defaults)
+    for name in settings.keys() - defaults.keys():      # a setting of train.py, unless it nearly is one of the model
+        if near := difflib.get_close_matches(name, defaults, 1, cutoff=0.85):
+            raise UserError(f"{path}: there is no setting '{name}'; did you mean {near[0]}?")
+    if (tokenizer := str(settings.get("tokenizer"))) in VOCABULARY:
+        settings["vocab_size"] = VOCABULARY[tokenizer]
+    return ModelConfig(**{k: fit(k, v, defaults[k], path) for k, v in settings.items() if k in defaults})
 
 
 # ----------------------------------------------------------------------------------------------

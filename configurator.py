@@ -17,12 +17,15 @@ assigns must be a setting of the script, except constants (in capitals) and name
 import ast
 import contextlib
 import difflib
+import fcntl
+import importlib
 import operator
 import os
 import re
 import runpy
 import sys
 import types
+from pathlib import Path
 
 with contextlib.suppress(ModuleNotFoundError):          # a copy of the model alone needs no progress bars
     from tqdm import tqdm               # the progress bar of all scripts, which import it from here
@@ -185,6 +188,65 @@ def check(settings, least=None, most=None, above=None, below=None, choices=None)
     for name, allowed in (choices or {}).items():
         if settings[name] not in allowed:
             raise UserError(f"{name} must be one of {', '.join(map(str, allowed))}, but is {settings[name]!r}")
+
+
+# ----------------------------------------------------------------------------------------------
+# Files and packages
+
+def need(package, what, pip=""):
+    """Imports an optional package. Raises UserError with the command that installs it. For the message: `what` needs
+    the package; `pip` is its name for pip, if that is not the first part of `package`."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise UserError(f"{what} needs {package}: pip install {pip or package.partition('.')[0]}") from None
+
+
+def check_out(name, path, *endings):
+    """Checks the path of an output: it must have one of these endings, so it cannot replace a checkpoint or a text.
+    name: the setting that holds the path; an empty path means no output. Raises UserError."""
+    if path and not path.endswith(endings):
+        raise UserError(f"{name} must end in {' or '.join(endings)}, but is {path}")
+
+
+def write_file(path, content):
+    """
+    Writes a file whole or not at all: it writes to path + ".tmp" and renames that file. So after a crash or on a full
+    disk an older file is unchanged. content: text, or a function that writes to an open binary file. An empty path
+    writes nothing. Two processes must not write the same path at a time, see `lock`. Raises UserError if the file
+    cannot be written, and OSError if its folder cannot be made.
+    """
+    if not path:
+        return
+    write = content if callable(content) else lambda f: f.write(content.encode())
+    temporary = Path(f"{path}.tmp")
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        temporary.unlink(missing_ok=True)               # what a run that was killed has left
+        with open(temporary, "xb") as f:                # "x" follows no link that somebody else put there
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:
+        # torch.save raises a RuntimeError; behind it is the OSError of a full disk.
+        why = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise UserError(f"{path} cannot be written ({why}); make room there, or choose another path") from error
+    finally:
+        temporary.unlink(missing_ok=True)               # half a file, after an error
+
+
+def lock(path, refusal):
+    """Opens the file `path`, which is made if it is missing, and locks it until it is closed or the process ends. Keep
+    the file that this returns: Python closes a file that nothing refers to. Raises UserError(refusal) if another
+    process has locked it."""
+    file = open(path, "a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if isinstance(error, BlockingIOError):          # else a file system without locks: train on
+            raise UserError(refusal) from None
+    return file
 
 
 # ----------------------------------------------------------------------------------------------

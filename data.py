@@ -26,8 +26,7 @@ import numpy as np
 import tiktoken
 import torch
 
-from checkpoint import write_file
-from configurator import UserError
+from configurator import UserError, write_file
 
 VERSION = 2                         # of the format of a prepared folder
 VOCABULARY = {"bytes": 258, "gpt2": 50258}          # number of token ids of each tokenizer, mask included
@@ -179,20 +178,6 @@ def permutation(seed, epoch, n):
     """A random permutation of n windows for one epoch: (n,) ints. It is drawn by RandomState, whose numbers NumPy
     guarantees never to change between versions."""
     return np.random.RandomState([seed % 2**32, epoch]).permutation(n)
-
-
-# Each sequence has its own noise seed, a function of (seed, number of the sequence). So its noise does not depend on
-# the batch that it is in, on the number of processes, or on where a run was resumed.
-
-def noise_seeds(seed, numbers):
-    """The noise seed of each sequence: a list of 63-bit ints. numbers: those of the sequences."""
-    seeds = (np.random.SeedSequence([seed, int(i)]).generate_state(1, np.uint64)[0] for i in numbers)
-    return [int(s) & (2 ** 63 - 1) for s in seeds]
-
-
-def noise_generators(seed, numbers):
-    """A list with one CPU generator for each sequence, seeded by noise_seeds."""
-    return [torch.Generator().manual_seed(s) for s in noise_seeds(seed, numbers)]
 
 
 def batches(items, size):

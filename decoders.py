@@ -21,7 +21,6 @@ import torch
 
 import ops
 from configurator import UserError, check
-from model import select
 
 DECODERS = ("random", "confidence", "threshold", "first_hitting")
 IN_ORDER = ("random", "first_hitting")  # these reveal positions in the order of a random permutation
@@ -220,6 +219,12 @@ class ActiveBlock:
             return drawn, (confidence >= sampler.threshold) | is_best
         best = confidence.topk(self.tokens_per_step, 1).indices                # (b, p)
         return drawn, torch.zeros_like(is_masked).scatter_(1, best, True)
+
+
+def select(x, positions):
+    """x (b, l, ...) at these positions of each row (b, m) -> (b, m, ...); all of x if positions is None. A denoising
+    step selects the positions that it may reveal: only they need logits."""
+    return x if positions is None else x[torch.arange(len(x), device=x.device)[:, None], positions]
 
 
 @ops.replaceable

@@ -22,13 +22,12 @@ import sys
 import numpy as np
 import torch
 
-from checkpoint import check_out, need, write_file
-from configurator import UserError, check, configure, script, settings_of
+from checkpoint import open_checkpoint
+from configurator import UserError, check, check_out, configure, need, script, settings_of, write_file
 from data import TokenData, batches, bits_per_byte
 from model import Cache, cast_for_inference
-from nelbo import masked_cross_entropy, nelbo_sums, progress
-from parallel import Parallel, hardware, pick_dtype, select_kernels
-from sample import open_checkpoint
+from nelbo import masked_cross_entropy, nelbo_sums
+from parallel import Parallel, hardware, pick_dtype, progress, select_kernels
 
 # ----------------------------------------------------------------------------------------------
 # Settings

@@ -153,12 +153,6 @@ def gated(h, y, gate):
     return (h + (y if gate is None else gate * y)).to(h.dtype)
 
 
-def select(x, positions):
-    """x (b, l, ...) at these positions of each row (b, m) -> (b, m, ...); all of x if positions is None. A denoising
-    step selects the positions that it may reveal: only they need logits."""
-    return x if positions is None else x[torch.arange(len(x), device=x.device)[:, None], positions]
-
-
 class TimestepEmbedding(nn.Module):
     """t (m,) in [0, 1] -> (m, 1, d): a sinusoid of 256 features, then a two-layer MLP."""
 

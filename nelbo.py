@@ -6,24 +6,27 @@ to rounding.
     python eval.py                                              # out/ckpt.pt on its validation text
     python -m pytest tests/test_eval.py                         # its tests
 """
-import sys
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 import ops
-from configurator import tqdm
-from data import batches, noise_generators
+from data import batches
+from parallel import progress
 
 
-def progress(parallel, what, total, unit, terse=False):
-    """A progress bar with ETA on rank 0's stderr. If stderr is no terminal, it is updated only every 30 seconds. terse:
-    the bar appears only on a terminal, and only for work that takes more than three seconds."""
-    terminal = hasattr(sys.stderr, "isatty") and sys.stderr.isatty()
-    return tqdm(desc=what, total=total, unit=unit, file=sys.stderr, leave=False, unit_scale=True,
-                mininterval=0.2 if terminal else 30, delay=3 if terse else 0,
-                disable=parallel.rank > 0 or (terse and not terminal))
+# Each sequence has its own noise seed, a function of (seed, number of the sequence). So its noise does not depend on
+# the batch that it is in, on the number of processes, or on where a run was resumed.
+
+def noise_seeds(seed, numbers):
+    """The noise seed of each sequence: a list of 63-bit ints. numbers: those of the sequences."""
+    seeds = (np.random.SeedSequence([seed, int(i)]).generate_state(1, np.uint64)[0] for i in numbers)
+    return [int(s) & (2 ** 63 - 1) for s in seeds]
+
+
+def noise_generators(seed, numbers):
+    """A list with one CPU generator for each sequence, seeded by noise_seeds."""
+    return [torch.Generator().manual_seed(s) for s in noise_seeds(seed, numbers)]
 
 
 def masked_cross_entropy(model, hidden, target, max_logits=2 ** 25):

@@ -5,14 +5,13 @@ Labels such as tab:arch-87m are those of the paper's LaTeX source.
     python paper.py                 compares parameter counts with PARAMS; so does python model.py
     python bench.py train           compares throughput with TRAIN; `sample` with SAMPLE
 """
-import difflib
 from pathlib import Path
 
 import torch
 
-from configurator import UserError, fit, run_config, script
-from data import VOCABULARY
-from model import BlockDiffusionLM, ModelConfig
+from checkpoint import config_from_file
+from configurator import script
+from model import BlockDiffusionLM
 
 MODELS = {                              # prefix of the config file: (name, colour) in every figure
     "attention": ("full-sequence attention", "#7f7f7f"),
@@ -65,20 +64,6 @@ def transfer_lr(small_lr, width, depth, batch, tokens):
     and 2.65e-3.
     """
     return small_lr * width ** -1 * depth ** -0.5 * batch ** 0.5 * tokens ** -0.5
-
-
-def config_from_file(path):
-    """The ModelConfig of a config file, given by its path or its name in config/. Its training settings are ignored.
-    Its vocabulary is that of its tokenizer. Raises UserError for a file that cannot be read, a misspelt name, or a
-    shape that cannot work."""
-    defaults = vars(ModelConfig())
-    settings = run_config(path, defaults)
-    for name in settings.keys() - defaults.keys():      # a setting of train.py, unless it nearly is one of the model
-        if near := difflib.get_close_matches(name, defaults, 1, cutoff=0.85):
-            raise UserError(f"{path}: there is no setting '{name}'; did you mean {near[0]}?")
-    if (tokenizer := str(settings.get("tokenizer"))) in VOCABULARY:
-        settings["vocab_size"] = VOCABULARY[tokenizer]
-    return ModelConfig(**{k: fit(k, v, defaults[k], path) for k, v in settings.items() if k in defaults})
 
 
 def count_parameters():

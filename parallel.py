@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 
 import ops
-from configurator import UserError, check
+from configurator import UserError, check, tqdm
 
 ROOT = pathlib.Path(__file__).resolve().parent
 
@@ -193,6 +193,15 @@ class Parallel:
         self.barrier()
         if self.world > 1:
             dist.destroy_process_group()
+
+
+def progress(parallel, what, total, unit, terse=False):
+    """A progress bar with ETA on rank 0's stderr. If stderr is no terminal, it is updated only every 30 seconds. terse:
+    the bar appears only on a terminal, and only for work that takes more than three seconds."""
+    terminal = hasattr(sys.stderr, "isatty") and sys.stderr.isatty()
+    return tqdm(desc=what, total=total, unit=unit, file=sys.stderr, leave=False, unit_scale=True,
+                mininterval=0.2 if terminal else 30, delay=3 if terse else 0,
+                disable=parallel.rank > 0 or (terse and not terminal))
 
 
 def is_lost_rank(error):

@@ -19,12 +19,10 @@ import time
 import torch
 
 import ops
-from checkpoint import check_out, copy_row, find_checkpoint, fingerprint, load_model, load_prompt, save_prompt
-from configurator import UserError, check, configure, script, tqdm
-from data import VOCABULARY, get_tokenizer
-from decoders import ActiveBlock, Sampler, check_decoder, usual_tokens_per_step
-from model import BlockDiffusionLM, cast_for_inference, select
-from paper import config_from_file
+from checkpoint import (config_from_file, copy_row, fingerprint, load_prompt, open_checkpoint, save_prompt, tokenizer_of)
+from configurator import UserError, check, check_out, configure, script, tqdm
+from decoders import ActiveBlock, Sampler, check_decoder, select, usual_tokens_per_step
+from model import BlockDiffusionLM, cast_for_inference
 from parallel import has_fast, pick_device, pick_dtype, select_kernels
 
 # ----------------------------------------------------------------------------------------------
@@ -245,22 +243,6 @@ def read(model, tokens, cache, known=None):
 
 # ----------------------------------------------------------------------------------------------
 # The script
-
-def tokenizer_of(model, name, path):
-    """The tokenizer of that name. Raises UserError if its token ids are not the model's. path: for the message."""
-    size = model.config.vocab_size
-    if VOCABULARY.get(name) != size:
-        raise UserError(f"{path} has {size} token ids, not those of its tokenizer, {name}; choose from {VOCABULARY}")
-    return get_tokenizer(name)
-
-
-def open_checkpoint(path, device):
-    """Loads a checkpoint. path: see checkpoint.find_checkpoint. Returns the model, its tokenizer, the path of the file
-    and the checkpoint's record."""
-    path = find_checkpoint(path)
-    model, record = load_model(path, device)
-    return model, tokenizer_of(model, record.get("tokenizer"), path), path, record
-
 
 def open_model(device):
     """The model that the settings name, and its tokenizer."""

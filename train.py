@@ -21,11 +21,11 @@ import time
 
 import torch
 
-from checkpoint import find_checkpoint, load_checkpoint, lock, save_checkpoint
-from configurator import UserError, check, configure, script, settings_of, tqdm
-from data import VOCABULARY, TokenData, bits_per_byte, byte_baselines, noise_generators, prepare_stdlib
+from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from configurator import UserError, check, configure, lock, script, settings_of, tqdm
+from data import VOCABULARY, TokenData, bits_per_byte, byte_baselines, prepare_stdlib
 from model import BlockDiffusionLM, ModelConfig
-from nelbo import nelbo_sums
+from nelbo import nelbo_sums, noise_generators
 from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, is_lost_rank, micro_batches_of,
                       pick_dtype, select_kernels)
 

@@ -14,8 +14,7 @@ import torch
 
 import ops
 from configurator import UserError
-from decoders import ActiveBlock
-from model import select
+from decoders import ActiveBlock, select
 
 
 class FastEngine:

@@ -10,7 +10,7 @@ import torch
 
 from conftest import (ARCHITECTURES, BLOCK_MODELS, all_models, block_models, both_times, eval_record, make_model,
                       start_ranks)
-from data import noise_generators
+from nelbo import noise_generators
 from decoders import Sampler
 from eval import nelbo_figures, ratio, score_pairs
 from nelbo import nelbo_sums, sequence_nelbo

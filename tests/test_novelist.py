@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from conftest import ENGINES, ROOT, generate_by, make_sampler
-from data import noise_generators
+from nelbo import noise_generators
 from decoders import generate_naive
 from nelbo import sequence_nelbo
-from sample import open_checkpoint
+from checkpoint import open_checkpoint
 
 pytest.importorskip("safetensors", reason="needs safetensors, see requirements.txt")
 FOLDER = ROOT / "assets" / "novelist"

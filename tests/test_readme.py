@@ -11,7 +11,8 @@ import torch
 
 from conftest import ROOT, TINY, script
 from model import BlockDiffusionLM
-from paper import MODELS, PARAMS, RESULTS, SAMPLE, TRAIN, config_from_file
+from checkpoint import config_from_file
+from paper import MODELS, PARAMS, RESULTS, SAMPLE, TRAIN
 from parallel import has_fast
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")

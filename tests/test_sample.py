@@ -6,7 +6,8 @@ import ops
 from checkpoint import fingerprint, load_prompt, save_prompt
 from conftest import ENGINES, all_models, block_models, generate_by, make_model, make_sampler, prompts_of
 from decoders import DECODERS, ActiveBlock, Sampler, generate_naive
-from model import BlockDiffusionLM, select
+from decoders import select
+from model import BlockDiffusionLM
 from parallel import has_fast
 from sample import generate, read
 

@@ -22,10 +22,10 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import bench
 import ops
-from checkpoint import check_out, write_file
+from configurator import check_out, write_file
 from configurator import check, configure
 from model import BlockDiffusionLM
-from paper import config_from_file
+from checkpoint import config_from_file
 from parallel import Parallel, ShardedAdamW, hardware, pick_dtype, select_kernels
 
 

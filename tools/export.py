@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import CARD, CONFIG, WEIGHTS, find_checkpoint, load_model, need, write_file
+from checkpoint import CARD, CONFIG, WEIGHTS, find_checkpoint, load_model
+from configurator import need, write_file
 from configurator import UserError, check, configure, script
 from model import cast_for_inference
 

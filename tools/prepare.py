@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from checkpoint import lock, need, write_file
+from configurator import lock, need, write_file
 from configurator import UserError, script, tqdm
 from data import VOCABULARY, TokenData, encode, get_tokenizer, prepare_stdlib, read_meta, write_meta
 

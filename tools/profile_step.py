@@ -11,11 +11,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench import measure, training_step
-from checkpoint import check_out, write_file
+from configurator import check_out, write_file
 from configurator import check, configure, script
 from decoders import Sampler
 from model import BlockDiffusionLM
-from paper import config_from_file
+from checkpoint import config_from_file
 from parallel import hardware, pick_device, pick_dtype, select_kernels
 from sample import open_engine
 

@@ -15,15 +15,16 @@ import math
 import numpy as np
 import torch
 
-from checkpoint import check_out, write_file
+from configurator import check_out, write_file
 from configurator import UserError, check, configure, script, tqdm
-from data import TokenData, batches, noise_generators, noise_seeds, token_bytes
+from data import TokenData, batches, token_bytes
 from decoders import Sampler
 from eval import ratio
-from nelbo import sequence_nelbo
+from nelbo import noise_generators, noise_seeds, sequence_nelbo
 from paper import MODELS, kind_of
 from parallel import hardware, pick_device, pick_dtype, select_kernels
-from sample import generate, open_checkpoint, open_engine
+from checkpoint import open_checkpoint
+from sample import generate, open_engine
 from tools import picture, print_table
 
 # ----------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ import torch
 
 import eval as evaluation
 import train
-from checkpoint import lock, write_file
+from configurator import lock, write_file
 from configurator import UserError, check, configure, script, settings_of
 from data import TokenData
 from paper import MODELS, RESULTS, kind_of

@@ -9,12 +9,13 @@ from xml.sax.saxutils import escape
 
 import torch
 
-from checkpoint import check_out, write_file
+from configurator import check_out, write_file
 from configurator import check, configure, script
 from decoders import Sampler, usual_tokens_per_step
 from paper import kind_of
 from parallel import pick_device, pick_dtype, select_kernels
-from sample import generate, open_checkpoint, open_engine
+from checkpoint import open_checkpoint
+from sample import generate, open_engine
 
 # ----------------------------------------------------------------------------------------------
 # Settings

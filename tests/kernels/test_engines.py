@@ -15,7 +15,7 @@ from configurator import UserError  # noqa: E402
 from decoders import generate_naive  # noqa: E402
 from fast import engine as fast_engine, inference, plain  # noqa: E402
 from fast.inference import inference_model  # noqa: E402
-from model import select  # noqa: E402
+from decoders import select  # noqa: E402
 from sample import generate, open_engine  # noqa: E402
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import load_checkpoint, load_model, load_prompt, lock, save_checkpoint, save_prompt, write_file
+from checkpoint import load_checkpoint, load_model, load_prompt, save_checkpoint, save_prompt
+from configurator import lock, write_file  # noqa
 from configurator import UserError
 from conftest import EIGHT_STEPS, ROOT, Child, free_port, make_model, run_train, script, start_ranks, state_of
 from parallel import Parallel, ShardedAdamW

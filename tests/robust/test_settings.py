@@ -11,7 +11,7 @@ import configurator
 import ops
 from configurator import UserError, configure, settings_of
 from conftest import ROOT, make_model, module_of
-from paper import config_from_file
+from checkpoint import config_from_file
 from parallel import Parallel, ampere_or_later, pick_dtype, select_kernels
 
 

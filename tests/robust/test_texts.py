@@ -5,7 +5,7 @@ import random
 import pytest
 
 import data
-from checkpoint import lock
+from configurator import lock
 from configurator import UserError
 from conftest import script
 from test_data import TEXTS, documents, edit_meta, folder_bytes, make_folder, prepared, write_jsonl

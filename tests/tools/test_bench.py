@@ -6,7 +6,8 @@ import pytest
 import bench
 from configurator import settings_of
 from conftest import ROOT, script
-from paper import MODELS, config_from_file
+from checkpoint import config_from_file
+from paper import MODELS
 from tools import throughput
 
 QUICK = ["--device=cpu", "--warmup=0", "--iterations=1"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint import lock
+from configurator import lock
 from configurator import UserError, configure, settings_of
 from conftest import ROOT, TINY, Child, as_config, signals_put_back
 from paper import MODELS, RESULTS
