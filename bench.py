@@ -88,8 +88,8 @@ def train_flops(config, s, masked=0.5):
     the share `masked` of positions. Recomputation is not counted.
     """
     d, v, n, di = config.d_model, config.vocab_size, config.d_state, config.d_inner
-    l = config.block_len_for(s)
-    k, n_clean = s // l, s - l
+    k, l = config.blocks_of(s)
+    n_clean = s - l
     total = s * masked * 2 * d * v
     for i in range(config.n_layer):
         clean_out = 0 if i == config.n_layer - 1 else n_clean   # clean tokens that go past the mixer
@@ -141,7 +141,7 @@ def models(size, dev):
 def bench_train(parallel):
     """Yields a row for each model of 350M: synthetic batches, forward, backward, optimizer."""
     dev, world = parallel.device, parallel.world
-    configs = [(name, dataclasses.replace(c, seq_len=seq_len, block_len=c.block_len_for(seq_len)) if seq_len else c)
+    configs = [(name, dataclasses.replace(c, seq_len=seq_len, block_len=c.blocks_of(seq_len)[1]) if seq_len else c)
                for name, c in models("350m", dev)]      # a setting that cannot work is refused before any measurement
     ceiling = matmul_ceiling(dev) if ampere_or_later(dev) else None
     for name, config in configs:
@@ -206,7 +206,7 @@ def time_generation(model, new_engine, b, length):
     """Fields for a row: b generations of `length` tokens side by side. capture_s: seconds to build the engine, which
     may record CUDA graphs."""
     c, dev, started = model.config, model.embed.weight.device, time.perf_counter()
-    l = length if c.full_sequence else c.block_len
+    l = c.block_of(length)
     n_blocks = -(-length // l)
     capacity = 0 if c.full_sequence else max(n_blocks - 1, 1) * l              # the last block is never committed
     cache = model.new_cache(b, capacity, l)

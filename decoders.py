@@ -39,7 +39,7 @@ def check_decoder(settings):
 def usual_tokens_per_step(config, length):
     """The tokens to reveal per step by default: then a block, or a full-sequence model's request of `length` tokens,
     takes 16 steps or fewer. config: the model's."""
-    return math.ceil((length if config.full_sequence else config.block_len) / 16)
+    return math.ceil(config.block_of(length) / 16)
 
 
 @dataclasses.dataclass
@@ -250,7 +250,7 @@ def generate_naive(model, prompt, length, sampler):
     (b, m + length).
     """
     config, tokens, total = model.config, prompt, prompt.size(1) + length
-    l = total if config.full_sequence else config.block_len
+    l = config.block_of(total)
     while tokens.size(1) < total:
         begin = tokens.size(1) // l * l
         finished, known = tokens[:, :begin], tokens[:, begin:]

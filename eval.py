@@ -129,7 +129,7 @@ def masked_rows(model, texts, rows, budget):
 
     def block_of(row):
         """(begin, length) of the block of the row's first masked position."""
-        l = len(texts[row[0]]) if c.full_sequence else c.block_len
+        l = c.block_of(len(texts[row[0]]))
         return row[1][0] // l * l, l
     for (begin, l), group in itertools.groupby(sorted(rows, key=block_of), block_of):
         for part in batches(list(group), budget // (begin + l)):

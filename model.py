@@ -85,14 +85,16 @@ class ModelConfig:
     def mask_id(self):
         return self.vocab_size - 1
 
-    def block_len_for(self, s):
-        """The length of a diffusion block in s tokens: a full-sequence model takes them as one. Raises UserError
-        unless s is whole blocks."""
-        l = s if self.full_sequence else self.block_len
+    def block_of(self, total):
+        """The length of a diffusion block in `total` tokens: a full-sequence model takes them all as one block."""
+        return total if self.full_sequence else self.block_len
+
+    def blocks_of(self, s):
+        """(k, l): s tokens are k diffusion blocks of l tokens. Raises UserError if they are not whole blocks."""
+        l = self.block_of(s)
         if s == 0 or s % l:
-            raise UserError(f"{s} tokens are not whole blocks of block_len {self.block_len}; choose a multiple of it, "
-                            f"such as {-(-max(s, 1) // self.block_len) * self.block_len}")
-        return l
+            raise UserError(f"{s} tokens are not whole blocks of block_len {self.block_len}; choose a multiple of it")
+        return s // l, l
 
 
 @dataclasses.dataclass
@@ -530,7 +532,7 @@ class BlockDiffusionLM(nn.Module):
     def all_block_hidden(self, x0, xt, t):
         """Hidden states (b, s, d) of every noisy block given its clean prefix. x0, xt (b, s); t (b, k)."""
         b, s = x0.shape
-        l = self.config.block_len_for(s)
+        _, l = self.config.blocks_of(s)
         # Under autocast the residual stream has autocast's dtype: it is most of what training stores, and bf16 halves
         # that.
         device = x0.device.type
@@ -559,7 +561,7 @@ class BlockDiffusionLM(nn.Module):
         torch.Generator, or a list with one for each sequence; then a sequence's noise is the same in every batch.
         """
         (b, s), (j, n) = x0.shape, stratum
-        k = s // self.config.block_len_for(s)
+        k, l = self.config.blocks_of(s)
         if not isinstance(generator, (list, tuple)):
             device = generator.device if generator is not None else x0.device
             u = torch.rand(b, k + s, generator=generator, device=device)
@@ -567,7 +569,7 @@ class BlockDiffusionLM(nn.Module):
             u = torch.stack([torch.rand(k + s, generator=g) for g in generator])
         u = u.to(x0.device)                                                    # (b, k + s): levels, then tokens
         t = 1e-3 + (1 - 1e-3) * (j + u[:, :k]) / n                             # (b, k), never 0: the weight is 1 / t
-        return t, u[:, k:] < t.repeat_interleave(s // k, 1)                    # (b, s)
+        return t, u[:, k:] < t.repeat_interleave(l, 1)                         # (b, s)
 
     def forward(self, x0, generator=None):
         """
@@ -621,7 +623,7 @@ class BlockDiffusionLM(nn.Module):
             return
         if self.config.full_sequence:
             raise UserError("a full-sequence model has no prefix cache: put the prompt in its window")
-        l = self.config.block_len_for(x0.size(1))
+        _, l = self.config.blocks_of(x0.size(1))
         held = int(cache.lengths.max())
         if held + x0.size(1) > cache.max_len:
             raise UserError(f"the cache holds {held} of at most {cache.max_len} tokens and cannot take {x0.size(1)} "
@@ -641,7 +643,7 @@ class BlockDiffusionLM(nn.Module):
     @torch.no_grad()
     def denoise_hidden(self, xt, cache, t):
         """Hidden states (b, l, d) of the active block, see `denoise`."""
-        assert self.config.full_sequence or xt.size(1) == self.config.block_len, "a block of another length"
+        assert xt.size(1) == self.config.block_of(xt.size(1)), "a block of another length"
         h, cond = self.embed(xt), self.condition(t)
         rope = self.rope_after(cache.lengths, xt.size(1))
         for layer, state in zip(self.layers, cache.layers):

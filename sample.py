@@ -216,7 +216,7 @@ def plan(config, prompts, length, n_suffix=0):
     totals = [len(p) + length + n_suffix for p in prompts]
     if config.full_sequence and min(totals) != max(totals):
         raise UserError("a full-sequence model takes prompts of one length at a time; give it others in another call")
-    l = max(totals) if config.full_sequence else config.block_len
+    l = config.block_of(max(totals))
     starts = [len(p) // l * l for p in prompts]
     n_blocks = max(-(-(total - start) // l) for total, start in zip(totals, starts))
     if n_suffix and n_blocks > 1:

@@ -239,7 +239,7 @@ class InferenceModel(BlockDiffusionLM):
     @torch.no_grad()
     def denoise_hidden(self, xt, cache, t, at=None):
         """Hidden states (b, l, d) of the active block; with at (b, m), only those of these positions (b, m, d)."""
-        assert self.config.full_sequence or xt.size(1) == self.config.block_len, "a block of another length"
+        assert xt.size(1) == self.config.block_of(xt.size(1)), "a block of another length"
         return self.run_layers(xt, t, cache, cache.lengths, at, commit=False)
 
     @torch.no_grad()

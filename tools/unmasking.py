@@ -41,7 +41,7 @@ def record():
     select_kernels("auto", dev, training=False)
     model, tokenizer, *_ = open_checkpoint(checkpoint, dev)
     c, ids = model.config, tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
-    l = c.seq_len if c.full_sequence else c.block_len
+    l = c.block_len
     count = length or (1 if c.full_sequence else 2) * l - len(ids) % l         # a block model: at least one whole block
     sampler = Sampler([seed], decoder, tokens_per_step or usual_tokens_per_step(c, count), mask_id=c.mask_id)
     model, new_engine = open_engine("auto", model, pick_dtype("auto", dev))
