@@ -2,10 +2,12 @@
 Everything that exists only for speed. The repository works without this folder, but runs slower.
 
   select             on a GPU, puts faster functions of the same signatures into ops.FAST
-  inference.py       prepares a model's weights for generation
-  engine.py          denoising steps, recorded as CUDA graphs on a GPU
-  plain.py           plain twins of the operations that only inference.py uses
-  the other files    Triton kernels by subject, tested against their plain twins; mamba_ssm.py is another backend
+  training           Triton kernels: scan.py, conv.py and mixer.py (Mamba layers), two_stream.py (attention)
+  generation         inference.py prepares a model's weights, engine.py records steps as CUDA graphs on a GPU; Triton
+                     kernels: scan_block.py, cached_attention.py, step.py; plain.py has plain twins of some
+  mamba_ssm.py       another backend, as a check
+
+Every kernel is tested against a plain twin.
 
     python bench.py ops                                 times the operations beside libraries
     python -m pytest tests/kernels                      on a GPU, or in Triton's interpreter
@@ -22,19 +24,19 @@ def select(device, training=True):
     FAST stays empty and the line says why. training=False skips the operations that need torch.compile, which takes
     seconds to import: only training and evaluation use them."""
     try:
-        from fast import cached_attention, conv, draw, mixer, residual, rotate, scan, states
+        from fast import cached_attention, conv, mixer, scan, scan_block, step
     except Exception as error:                          # a broken Triton fails in many ways
         return f"kernels: plain (no Triton: {type(error).__name__}: {error})"
     ops.FAST.update({
         # for whole sequences: training, and reading prompts
         "Mamba2.forward": mixer.mamba2_forward,         # its kernels run where gradients are wanted
-        "ssd_scan": states.ssd_scan, "causal_conv": conv.causal_conv, "gated_norm": mixer.gated_norm,
+        "ssd_scan": scan.ssd_scan, "causal_conv": conv.causal_conv, "gated_norm": mixer.gated_norm,
         # for single blocks: generation
         "cached_attention": cached_attention.cached_attention,
         "cached_attention_pairs": cached_attention.cached_attention,
-        "scan_block": scan.scan_block, "causal_conv_both": conv.causal_conv_both, "add_norm": residual.add_norm,
-        "rotate_block": rotate.rotate_block,
-        "uniform": draw.uniform, "gumbel_argmax": draw.gumbel_argmax, "unmask_and_advance": draw.unmask_and_advance})
+        "scan_block": scan_block.scan_block, "causal_conv_both": conv.causal_conv_both, "add_norm": step.add_norm,
+        "rotate_block": step.rotate_block,
+        "uniform": step.uniform, "gumbel_argmax": step.gumbel_argmax, "unmask_and_advance": step.unmask_and_advance})
     if not training:
         return "kernels: Triton"
     from fast import two_stream

@@ -20,7 +20,7 @@ from torch import Tensor
 import fast.scan as scan
 import ops
 from fast.conv import causal_conv_forward, conv_backward_into
-from fast.states import in_rows, scan_backward, scan_forward
+from fast.scan import in_rows, scan_backward, scan_forward
 from fast.triton_tools import like, operator, rowwise, sigmoid, statewise
 from model import Mamba2
 from ops import EPS
@@ -109,7 +109,7 @@ def gated_norm_backward(dout, y, z, weight, dz):
 
 # ----------------------------------------------------------------------------------------------
 # The operator. A sequence of s tokens is cut into s / row rows. The scan runs over all rows at once,
-# each from the state at the end of the row before it (see fast/states.py).
+# each from the state at the end of the row before it (see fast/scan.py).
 
 def sizes(proj, conv_weight, A, norm_weight, row):
     """-> (widths of z, xBC and dt), heads, state size, whether a sequence has more than one row"""

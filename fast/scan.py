@@ -1,21 +1,28 @@
 """
-Triton kernels of the state-space scan (eq. mamba-scan-background), forward and backward.
+Triton kernels of the state-space scan (eq. mamba-scan-background) over long sequences, forward and backward.
 
-  rows_forward     the scan over many rows; rows_backward its gradients
-  scan_block       both directions over one block, for generation (plain twin in fast/plain.py)
+  rows_forward     the scan over many rows, each on its own; rows_backward its gradients
+  scan_forward     cuts sequences into rows, carries the states from row to row, and scans all rows at once;
+                   scan_backward its gradients
+  ssd_scan         replaces ops.ssd_scan
 
-A row is scanned on its own. A long sequence is cut into rows: fast/states.py carries the states from row to row and
-replaces ops.ssd_scan. fast/mixer.py uses the same kernels inside a whole Mamba mixer.
+fast/mixer.py uses the same kernels inside a whole Mamba mixer, fast/scan_block.py some of them for one block.
 
 Without a GPU, Triton's interpreter tests them:    python -m pytest tests/kernels/test_kernels.py -k scan
 Time them on one:                                  python bench.py ops --only=scan
 """
+from typing import Optional, Tuple
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 import fast.plain as plain
-from fast.triton_tools import LOG2E, add_pairs, dot, rowwise, sigmoid, statewise, strides
+import ops
+from fast.triton_tools import LOG2E, add_pairs, dot, like, operator, rowwise, statewise, strides
+
+PASS = 1024  # pass_kernel: elements of a state per program, of the e = p n elements that a state has
 
 
 def fits(p, n):
@@ -57,7 +64,7 @@ def scan_row(s, block_len):
 #                      w (ways) and b (sequences). A last axis without a stride is contiguous, and so is a tensor
 #                      without strides.
 #     rows             rows per sequence, which tells where the initial state of a row lies: see `state_view`
-#     ways, way        scan directions: block_kernel runs the forward and the reverse scan of a block at once
+#     ways, way        scan directions: block_kernel (scan_block.py) runs the forward and the reverse scan at once
 #     xq, bq, dtq      a chunk of x (q, p), of B (q, n), of dt (q,); xk, bk, dtk: the same in a loop over chunks k
 #     kn, kp           0..n-1 and 0..p-1
 #     chunk            a chunk's number among the all_chunks chunks of all rows; c is its number in its row
@@ -192,71 +199,6 @@ def forward_kernel(x, steps, B, C, D, s0, y, l, h, sxr, sxl, sxh, sBr, sBl, sCr,
         store2(y + first * h * p, step, ok, h * p, kp, yq)
         x_end = (xq * (dtq * tl.exp2(total - a))[:, None]).to(xq.dtype)
         s = dot(tl.trans(bq), x_end, s * tl.exp2(total))
-
-
-@triton.jit
-def column(u, k):
-    """Column k of u (q, T). Registers have no index, so it is a sum over a mask."""
-    return tl.sum(tl.where(tl.arange(0, u.shape[1])[None, :] == k, u, 0.0), 1)
-
-
-@triton.jit
-def block_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, l, h, sxr, sxl, sxw, sxh, sdr, sdl, sdw, sdh,
-                 szr, szl, szw, szh, ssr, ssh, finished,
-                 n: tl.constexpr, p: tl.constexpr, q: tl.constexpr, T: tl.constexpr):
-    """
-    The scan of one block in each row, for generation: y silu(z), and in `power` its mean square over p, from which the
-    RMS norm after the scan is computed. dt is the value before bias and softplus. Way 0 is the forward scan, from s0.
-    Way 1 is the reverse scan: from zeros, from the last token of the row to the first. Its pointers start at the last
-    token, and its strides between positions are negative. The first `finished` rows have zeros in its place. x, B and C
-    have the same strides; y and power are contiguous.
-
-    One program has one of at most T tiles of q tokens of a (row, way, head). It waits for no other program, because it
-    attends to all tokens of the row up to its tile, with L_ij dt_j in place of a softmax. a_i and L_ij count from the
-    start of the row here:
-        y_i = sum_{j<=i} L_ij (C_i.B_j) dt_j x_j + e^{a_i} C_i s0 + D x_i
-    """
-    head, way = tl.program_id(0) % h, tl.program_id(0) // h % 2
-    row = (tl.program_id(0) // (2 * h)).to(tl.int64)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late tiles have most to do, so they start first
-    kn, kp = tl.arange(0, n), tl.arange(0, p)
-    end, sign = tl.cast(way, tl.int64) * (l - 1), 1 - 2 * way
-    at, out = row * sxr + way * sxw + end * sxl, ((row * l + end) * 2 + way) * h + head
-    x, B, C, y, power = x + at + head * sxh, B + at, C + at, y + out * p, power + out
-    dt += row * sdr + way * sdw + end * sdl + head * sdh
-    z += row * szr + way * szw + end * szl + head * szh
-    sxl, sdl, szl, syl = sxl * sign, sdl * sign, szl * sign, 2 * h * sign
-    first, step, ok = place(tile, l, q)
-    if way * finished > row:
-        tl.store(power + (first + step) * syl, tl.zeros((q,), tl.float32), mask=ok)
-        store2(y + first * (syl * p), step, ok, syl * p, kp, tl.zeros((q, p), tl.float32))
-        return
-    cq = load2(C, first, step, ok, sxl, kn)
-    zq = load2(z, first, step, ok, szl, kp).to(tl.float32)  # loaded early, so that its use below need not wait
-
-    # The step sizes of the whole row: position i of tile t at (i, t). `a` counts from the start of each tile.
-    t = tl.arange(0, T)
-    at = tl.arange(0, q)[:, None] + q * t[None, :]
-    dts = tl.load(dt + at * sdl, mask=at < l, other=0.0).to(tl.float32)
-    dts = tl.where(at < l, softplus(dts + tl.load(bias + way * h + head)), 0.0)
-    log_decay = dts * (tl.load(A + way * h + head) * LOG2E)
-    a, totals, d_head = tl.cumsum(log_decay, 0), tl.sum(log_decay, 0), tl.load(D + way * h + head)
-    keys, a_tile, yq = tl.log2(dts) - a, column(a, tile), tl.zeros((q, p), tl.float32)
-    for k in range(tile + 1):
-        first_k, step_k, ok_k = place(k, l, q)
-        xk = load2(x, first_k, step_k, ok_k, sxl, kp)
-        bk = load2(B, first_k, step_k, ok_k, sxl, kn)
-        # The exponent of L_ij is a_i + gap - a_j, with the gap from the start of tile k to that of this tile. So for
-        # tokens close to each other it is a difference of small numbers.
-        gap = tl.sum(tl.where((t >= k) & (t < tile), totals, 0.0))
-        scores = tile_scores(cq, bk, a_tile + gap, column(keys, k), d_head, (tile - k) * q, q)
-        yq = dot(scores.to(xk.dtype), xk, yq)
-    if way == 0:
-        s = first_state(s0, row, head, 1, ssr, 0, ssh, kn, kp, n)
-        yq += dot(cq, s.to(cq.dtype)) * tl.exp2(a_tile + tl.sum(tl.where(t < tile, totals, 0.0)))[:, None]
-    yq *= zq * sigmoid(zq)
-    tl.store(power + (first + step) * syl, tl.sum(yq * yq, 1) / p, mask=ok)
-    store2(y + first * (syl * p), step, ok, syl * p, kp, yq)
 
 
 @triton.jit
@@ -526,23 +468,139 @@ def rows_backward(dx, ddt, dB, dC, ds0, dy, x, steps, B, C, D, s0, dfinal=None):
     return tuple(u.sum(0) for u in ((dA, dD) if steps.bias is None else (dA, dD, dbias)))
 
 
-def scan_block(x, dt, dt_bias, A, B, C, D, ssm, z, chunk_len=128, commit=False):
-    """As plain.scan_block, without gradients. chunk_len is ignored. The plain function runs for sizes that the kernels
-    do not support."""
+# ----------------------------------------------------------------------------------------------
+# Carries states over the c rows of a sequence, S forward or their gradients G back. Each value is read once and written
+# once.
+#
+#     S_0 = initial           S_{i+1} = e^{log_decay_i} S_i + local_i
+#     G_c = dstates_c         G_i     = e^{log_decay_i} G_{i+1} + local_i + dstates_i
+#
+# Forward, local_i is the last state of row i if the row starts from zeros. Back, dstates is the gradient of the
+# returned states, and local_i is the gradient of the state at the start of row i that comes from the outputs of row i.
+
+@triton.jit
+def pass_kernel(local, log_decay, first, dstates, states, c, h, e, E: tl.constexpr,
+                BACK: tl.constexpr):
+    """The recurrence above: writes S or, with BACK, G into `states`. One program: E elements of the states of one
+    (sequence, head); elements are independent of each other. `first` is `initial`; first and dstates may be None."""
+    b, head = (tl.program_id(0) // h).to(tl.int64), tl.program_id(0) % h
+    k = tl.program_id(1) * E + tl.arange(0, E)
+    states, at = states + b * (c + 1) * h * e + k, head * e
+    if dstates is not None:
+        dstates += b * (c + 1) * h * e + k
+    s = tl.zeros((E,), tl.float32)
+    if first is not None:
+        s += tl.load(first + (b * h + head) * e + k, mask=k < e)
+    for j in range(c + 1):
+        i = tl.cast(c - j if BACK else j, tl.int64)  # state i; for j > 0 from the state before, across one row
+        if j > 0:
+            row = (b * c + (i if BACK else i - 1)) * h + head
+            s *= tl.exp2(tl.load(log_decay + row) * LOG2E)
+            s += tl.load(local + row * e + k, mask=k < e)
+        if dstates is not None:
+            s += tl.load(dstates + at + i * h * e, mask=k < e)
+        tl.store(states + at + i * h * e, s, mask=k < e)
+
+
+def pass_states(local, log_decay, first=None, dstates=None, back=False):
+    """The recurrence above, forward or `back`. local (b, c, h, p, n), log_decay (b, c, h), first (b, h, p, n),
+    dstates (b, c + 1, h, p, n); the last two may be None for zeros. All fp32. -> (b, c + 1, h, p, n)"""
+    b, c, h, p, n = local.shape
+    states = local.new_empty(b, c + 1, h, p, n)
+    local, log_decay, first, dstates = (
+        None if v is None else v.contiguous() for v in (local, log_decay, first, dstates))
+    pass_kernel[b * h, triton.cdiv(p * n, PASS)](
+        local, log_decay, first, dstates, states, c, h, p * n, E=PASS, BACK=back)
+    return states
+
+
+# ----------------------------------------------------------------------------------------------
+# The scan of whole sequences
+
+def in_rows(row, *tensors):
+    """(b, s, ...) -> (b s / row, row, ...) of each tensor. Without a copy if positions are evenly spaced."""
+    return tuple(v.unflatten(1, (-1, row)).flatten(0, 1) for v in tensors)
+
+
+def row_states(x, steps, B, s0, row):
+    """-> the states before every row and at the end (b, s / row + 1, h, p, n), starting from s0, or from zeros if it
+    is None. steps: the StepSizes of all rows"""
+    (b, s, h, p), n = x.shape, B.shape[-1]
+    local = x.new_empty(b, s // row, h, p, n, dtype=torch.float32)
+    walk(*in_rows(row, x), steps, *in_rows(row, B), final=local)
+    return pass_states(local, steps.log_decays(x), s0)
+
+
+def scan_forward(x, steps, B, C, D, s0, row, want_states):
+    """-> y (b, s, h, p), and the states that `row_states` gives; an empty tensor if they are not wanted and there is one
+    row"""
+    states, start = x.new_empty(0, dtype=torch.float32), s0
+    if want_states or row < x.shape[1]:
+        states = row_states(x, steps, B, s0, row)
+        start = states[:, :-1]
+    return rows_forward(*in_rows(row, x), steps, *in_rows(row, B, C), D, start).view(x.shape), states
+
+
+def scan_backward(dx, ddt, dB, dC, dy, dstates, x, steps, B, C, D, s0, states, row):
+    """The backward of `scan_forward`. Writes into dx, ddt, dB and dC, whose positions must be evenly spaced. dy and
+    dstates are the gradients of its two results; dstates may be None. -> the gradient of s0 (None if there are no
+    states and no s0), dA, dD, and that of dt_bias if steps has one"""
+    if not states.numel():
+        ds0 = None if s0 is None else s0.new_empty(s0.shape)
+        return ds0, *rows_backward(dx, ddt, dB, dC, ds0, dy, x, steps, B, C, D, s0)
+    xs, Bs, Cs, dys = in_rows(row, x, B, C, dy)
+    grads = (v.view(-1, row, *v.shape[2:]) for v in (dx, ddt, dB, dC))  # view never copies: writes arrive
+    local = states.new_empty(states[:, 1:].shape)
+    walk(dys, steps, Cs, final=local, adjoint=True)
+    G = pass_states(local, steps.log_decays(x), None, dstates, back=True)
+    del local
+    return G[:, 0], *rows_backward(
+        *grads, None, dys, xs, steps, Bs, Cs, D, states[:, :-1], G[:, 1:])
+
+
+def fake_outputs(x, dt, A, B, C, D, s0, row, want_states):
+    (b, s, h, p), n = x.shape, B.shape[-1]
+    states = (b, s // row + 1, h, p, n) if want_states or row < s else (0,)
+    return x.new_empty(x.shape), x.new_empty(states, dtype=torch.float32)
+
+
+@operator(fake_outputs)
+def ssd_scan_forward(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
+                     s0: Optional[Tensor], row: int, want_states: bool) -> Tuple[Tensor, Tensor]:
+    return scan_forward(x, StepSizes(*in_rows(row, dt), A), B, C, D, s0, row, want_states)
+
+
+@operator(lambda dy, dstates, states, *inputs: like(*inputs[:7]))
+def ssd_scan_backward(
+        dy: Tensor, dstates: Tensor, states: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor,
+        C: Tensor, D: Tensor, s0: Optional[Tensor], row: int) -> Tuple[
+            Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dx, ddt, dB, dC = like(x, dt, B, C)
+    steps = StepSizes(*in_rows(row, dt), A)
+    ds0, dA, dD = scan_backward(
+        dx, ddt, dB, dC, rowwise(dy), dstates, x, steps, B, C, D, s0, states, row)
+    return dx, ddt, dA, dB, dC, dD, x.new_empty(0) if s0 is None else ds0.clone()
+
+
+def save(ctx, inputs, output):
+    *tensors, ctx.row, _ = inputs
+    ctx.save_for_backward(output[1], *tensors)
+
+
+def backward(ctx, dy, dstates):
+    grads = ssd_scan_backward(dy, dstates, *ctx.saved_tensors, ctx.row)
+    return *(None if u is None else g for u, g in zip(ctx.saved_tensors[1:], grads)), None, None
+
+
+torch.library.register_autograd(ssd_scan_forward, backward, setup_context=save)
+
+
+def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=128, want_states=True):
+    """As ops.ssd_scan. The kernels choose their own chunks and ignore chunk_len. With want_states=False the returned
+    states may be None. The plain function runs for head and state sizes that the kernels do not support."""
     if not fits(x.shape[-1], B.shape[-1]):
-        return plain.scan_block.plain(x, dt, dt_bias, A, B, C, D, ssm, z, chunk_len, commit)
-    (x, B, C, z), s0, finished = map(rowwise, (x, B, C, z)), statewise(ssm), 0
-    if commit:
-        finished, s0 = len(ssm), torch.cat([ssm, ssm])  # the second half gets the states after the finished blocks
-        done = slice(finished)
-        walk(x[done, :, 0], StepSizes(dt[done, :, 0], A[0], dt_bias[0]), B[done, :, 0], s0[done], final=s0[finished:])
-        ssm.copy_(s0[finished:])
-    (r, l, ways, h, p), how = x.shape, settings("block" if len(x) == 1 else "blocks", x)
-    assert x.stride()[:3] == B.stride()[:3] == C.stride()[:3], "x, B and C must be columns of one tensor"
-    y, power = x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
-    tiles = triton.cdiv(l, how["q"])
-    T = max(triton.next_power_of_2(tiles), 2)           # Triton 3.6 cannot compile T = 1
-    block_kernel[(r * ways * h, tiles)](
-        x, dt, dt_bias, A, B, C, D, s0, z, y, power, l, h, *strides(x, 4), *strides(dt, 4), *strides(z, 4),
-        *s0.stride()[:2], finished, n=B.shape[-1], p=p, T=T, **how)
-    return y, power
+        return ops.ssd_scan.plain(x, dt, A, B, C, D, initial_state, block_len, chunk_len, want_states)
+    s, row = x.shape[1], scan_row(x.shape[1], block_len)
+    start = None if initial_state is None else statewise(initial_state.float())
+    y, states = ssd_scan_forward(rowwise(x), dt, A.float(), rowwise(B), rowwise(C), D.float(), start, row, want_states)
+    return y, states[:, ::(block_len or s) // row] if want_states else None  # one state for each block boundary

@@ -65,10 +65,10 @@ def call_everything():
     """Calls each kernel in the sizes of the 350M and 700M models, on tensors without data. Returns all their names."""
     import torch
 
-    from fast import cached_attention, conv, draw, mixer, residual, rotate, scan, states
+    from fast import cached_attention, conv, mixer, scan, scan_block, step
     bf16, fp32 = torch.bfloat16, torch.float32
     chosen = scan.settings                               # which look at the GPU
-    scan.settings = lambda kernel, x, l=64: chosen(
+    scan.settings = scan_block.settings = lambda kernel, x, l=64: chosen(
         kernel, SimpleNamespace(is_cuda=True, device=None, dtype=x.dtype, shape=x.shape), l)
 
     def of(*shape, dtype=bf16):
@@ -78,14 +78,15 @@ def call_everything():
     for r, s in ((256, 16), (64, 256), (1, 256), (4, 512)):  # noisy blocks, a block of generation, long rows
         x, B, C = of(r, s, c).split([h * p, n, n], -1)
         inputs = x.unflatten(-1, (h, p)), of(r, s, h, dtype=fp32), vector, B, C, vector, of(r, h, p, n, dtype=fp32)
-        y, ends = states.ssd_scan_forward(*inputs, s, False)
-        states.ssd_scan_backward(y, ends, ends, *inputs, s)
-    y, ends = states.ssd_scan_forward(*inputs, 256, True)
-    states.ssd_scan_backward(y, ends, ends, *inputs, 256)
+        y, ends = scan.ssd_scan_forward(*inputs, s, False)
+        scan.ssd_scan_backward(y, ends, ends, *inputs, s)
+    y, ends = scan.ssd_scan_forward(*inputs, 256, True)
+    scan.ssd_scan_backward(y, ends, ends, *inputs, 256)
     for r, s, commit in ((1, 256, False), (1, 1, False), (2, 256, True), (8, 256, False)):
         x, B, C = of(r, s, 2, c).split([h * p, n, n], -1)
         x, ssm = x.unflatten(-1, (h, p)), of(r // 2 if commit else r, h, p, n, dtype=fp32)
-        scan.scan_block(x, of(r, s, 2, h), *[of(2, h, dtype=fp32)] * 2, B, C, of(2, h, dtype=fp32), ssm, x, commit=commit)
+        both = of(2, h, dtype=fp32)
+        scan_block.scan_block(x, of(r, s, 2, h), both, both, B, C, both, ssm, x, commit=commit)
     conv.causal_conv_forward(of(1, 256, 2, c), of(2, c, 4), of(2, c), of(1, 3, c))
     mixed = (of(2, 2048, 2 * h * p + 2 * n + 64), of(c, 4), of(c), vector, vector, vector, of(h * p), of(d, h * p),
              None, None, 256, 256)
@@ -94,18 +95,18 @@ def call_everything():
     for e in (52, 64):                                   # head dimensions
         qkv, held, caches = of(1, 256, 3, 17, e), of(1, dtype=torch.long), of(2, 1, 17, 8192, e)
         q, k, v = qkv.unbind(2)
-        rotate.rotate_block(qkv, of(2, 9000, e // 2, dtype=fp32), held)
-        rotate.rotate_block(torch.cat([qkv, qkv]), of(2, 9000, e // 2, dtype=fp32), torch.cat([held, held]), *caches)
+        step.rotate_block(qkv, of(2, 9000, e // 2, dtype=fp32), held)
+        step.rotate_block(torch.cat([qkv, qkv]), of(2, 9000, e // 2, dtype=fp32), torch.cat([held, held]), *caches)
         for m in (256, 16):                              # queries: all, and those of the last layer
             cached_attention.block_attention(q[:, :m], *caches, held, k, v)
     token = of(1088)
-    residual.add_norm(of(1, 256, 1088), of(2, 1, 256, 1088), of(1, 256, 2, h, dtype=fp32), token, token, token)
+    step.add_norm(of(1, 256, 1088), of(2, 1, 256, 1088), of(1, 256, 2, h, dtype=fp32), token, token, token)
     count, xt = of(1, dtype=torch.long), of(1, 256, dtype=torch.long)
     for logits in (of(1, 16, 50304)[..., :50257], of(1, 16, 50257, dtype=torch.float64)):
-        drawn = draw.gumbel_argmax(logits, xt[:, :16], count, count, count)
-    draw.uniform(256, -1, count, count, count)
-    draw.unmask_and_advance(xt, drawn, drawn, 50257, xt, count)
-    modules = (cached_attention, conv, draw, mixer, residual, rotate, scan, states)
+        drawn = step.gumbel_argmax(logits, xt[:, :16], count, count, count)
+    step.uniform(256, -1, count, count, count)
+    step.unmask_and_advance(xt, drawn, drawn, 50257, xt, count)
+    modules = (cached_attention, conv, mixer, scan, scan_block, step)
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
 
 

@@ -15,8 +15,7 @@ pytest.importorskip("triton", reason="needs Triton: pip install triton==3.6.0")
 import decoders  # noqa: E402
 import fast  # noqa: E402
 import ops  # noqa: E402
-from fast import cached_attention, conv, draw, inference, mixer, plain, residual, rotate  # noqa: E402
-from fast import scan, states, two_stream  # noqa: E402
+from fast import cached_attention, conv, inference, mixer, plain, scan, scan_block, step, two_stream  # noqa: E402
 from model import BlockDiffusionLM, Mamba2, ModelConfig  # noqa: E402
 from sample import generate, open_engine  # noqa: E402
 
@@ -86,7 +85,7 @@ def turned(u):
 
 
 def scan_kernels(**inputs):
-    return states.ssd_scan(*inputs.values(), want_states=False)[0]
+    return scan.ssd_scan(*inputs.values(), want_states=False)[0]
 
 
 def scan_loop(**inputs):
@@ -111,7 +110,7 @@ def test_gradients_do_not_depend_on_the_layout_of_step_sizes_and_states():
     start = inputs["initial_state"].transpose(0, 1).contiguous().transpose(0, 1)
     inputs |= dict(dt=turned(inputs["dt"]), initial_state=start)
     compare(scan_kernels, scan_loop, inputs, 1e-5)
-    compare(lambda **v: states.ssd_scan(*v.values(), 20),
+    compare(lambda **v: scan.ssd_scan(*v.values(), 20),
             lambda **v: ops.ssd_scan_ref(**v, block_len=20), inputs, 1e-5)
 
 
@@ -127,7 +126,7 @@ def both_inputs(r, l, dtype, starts, h=3, p=16, n=32):
 def test_both_ways_of_generation_equal_the_loop(monkeypatch, l, few, dtype):
     monkeypatch.setattr(conv, "FEW", few)
     r, (x, inputs) = 2, both_inputs(2, l, dtype, 2)
-    (got, power), (want, _) = scan.scan_block(*inputs), plain.scan_block.plain(*(u.double() for u in inputs))
+    (got, power), (want, _) = scan_block.scan_block(*inputs), plain.scan_block.plain(*(u.double() for u in inputs))
     assert got.dtype == dtype and error(got, want) < LIMIT[dtype]
     assert power.dtype == torch.float32 and error(power, want.square().mean(-1)) < LIMIT[dtype]
 
@@ -146,7 +145,7 @@ def test_pairs_of_blocks_equal_the_plain_scans(l, dtype):
     got, want = both_inputs(4, l, dtype, 2)[1], []
     want = [u.double() for u in got]
     got, want = ([*scan_block(*inputs, commit=True), inputs[7]] for scan_block, inputs in (
-        (scan.scan_block, got), (plain.scan_block.plain, want)))
+        (scan_block.scan_block, got), (plain.scan_block.plain, want)))
     assert got[0].dtype == dtype and not got[0][:2, :, 1].any() and not got[1][:2, :, 1].any()
     for a, b in zip(got, want):
         assert a.shape == b.shape and a.is_contiguous() and error(a, b) < LIMIT[dtype]
@@ -154,7 +153,7 @@ def test_pairs_of_blocks_equal_the_plain_scans(l, dtype):
 
 def test_step_sizes_far_below_one_keep_their_digits():
     dt, ones = torch.linspace(-30, 30, 32, device=DEVICE), randn(1, 1, 2, 32, 16) * 0 + 1
-    y = scan.scan_block(ones, dt.expand(1, 1, 2, 32), *(v * ones[0, 0, :, :, 0] for v in (0, -1)),
+    y = scan_block.scan_block(ones, dt.expand(1, 1, 2, 32), *(v * ones[0, 0, :, :, 0] for v in (0, -1)),
                         ones[:, :, :, 0], ones[:, :, :, 0], 0 * ones[0, 0, :, :, 0],
                         torch.zeros(1, 32, 16, 16, device=DEVICE), 30 * ones)[0] / 16 / 30     # y is softplus(dt)
     want = dt.double().exp().log1p()
@@ -175,7 +174,7 @@ def test_strong_decay_stays_finite():
 def test_dispatched_scan_equals_the_loop_with_boundary_states_and_all_gradients(
         monkeypatch, b, s, h, p, n, row, block_len, start, dtype):
     """row: the most tokens that are scanned at once."""
-    monkeypatch.setitem(ops.FAST, "ssd_scan", states.ssd_scan)
+    monkeypatch.setitem(ops.FAST, "ssd_scan", scan.ssd_scan)
     monkeypatch.setattr(plain, "SCAN_ROW", row)
     compare(lambda **v: ops.ssd_scan(**v, block_len=block_len), lambda **v: ops.ssd_scan_ref(**v, block_len=block_len),
             scan_inputs(b, s, h, p, n, dtype, start), LIMIT[dtype])
@@ -362,10 +361,10 @@ def test_operators_declare_the_shapes_that_they_return():
     x, dt, A, B, C, D, s0 = (v.contiguous() for v in scan_inputs(1, 20, 2, 16, 32).values())
     ends, u, w, bias = randn(1, 3, 2, 16, 32), randn(2, 9, 32), randn(32, 4), randn(32)
     for op, args in (
-            (states.ssd_scan_forward, (x, dt, A, B, C, D, s0, 10, True)),
-            (states.ssd_scan_forward, (x, dt, A, B, C, D, s0, 20, False)),
-            (states.ssd_scan_backward, (x, ends, ends, x, dt, A, B, C, D, None, 10)),
-            (states.ssd_scan_backward, (x, empty, empty, x, dt, A, B, C, D, s0, 20)),
+            (scan.ssd_scan_forward, (x, dt, A, B, C, D, s0, 10, True)),
+            (scan.ssd_scan_forward, (x, dt, A, B, C, D, s0, 20, False)),
+            (scan.ssd_scan_backward, (x, ends, ends, x, dt, A, B, C, D, None, 10)),
+            (scan.ssd_scan_backward, (x, empty, empty, x, dt, A, B, C, D, s0, 20)),
             (conv.causal_conv_forward, (u, w, bias, u[:, :3])),
             (conv.causal_conv_backward, (u, u, w, bias, u[:, :3])),
             (mixer.gated_norm_forward, (u, u, randn(32))),
@@ -441,8 +440,8 @@ def test_mixer_and_its_gradients_are_the_plain_lines(monkeypatch, s, row, block_
 def test_sizes_that_the_kernels_do_not_take_are_computed_plainly(monkeypatch):
     """A head of 24, and blocks of 2 tokens, shorter than the convolution."""
     for kernel, twin, inputs in (
-            (states.ssd_scan, ops.ssd_scan, [*scan_inputs(2, 12, 2, 24, 16).values(), 4]),
-            (scan.scan_block, plain.scan_block, both_inputs(2, 5, torch.float32, 2, p=24)[1])):
+            (scan.ssd_scan, ops.ssd_scan, [*scan_inputs(2, 12, 2, 24, 16).values(), 4]),
+            (scan_block.scan_block, plain.scan_block, both_inputs(2, 5, torch.float32, 2, p=24)[1])):
         assert all(map(torch.equal, kernel(*inputs), twin(*inputs)))
     module, u = make_mixer(torch.float32), randn(2, 8, 24)
     want = module(u, block_len=2)
@@ -459,7 +458,7 @@ def test_residual_addition_and_norm_equal_their_twin(parts, ways, bias, shift, d
     power = randn(2, 5, ways, 3).square() if ways else None
     inputs = (h, parts, power, randn(24) if bias else None, weight, randn(24) if shift else None)
     want = plain.add_norm(*(u if u is None else u.double() for u in inputs))
-    for got, exact in zip(residual.add_norm(*inputs), want):
+    for got, exact in zip(step.add_norm(*inputs), want):
         assert got.dtype == dtype and error(got, exact) < (1e-6 if dtype == torch.float32 else 1e-2)
 
 
@@ -469,7 +468,7 @@ def test_residual_addition_and_norm_equal_their_twin(parts, ways, bias, shift, d
 def test_a_kernel_rotates_a_block_and_appends_it_as_the_plain_lines_do(commit, e, dtype):
     qkv, table, held = randn(4, 7, 3, 3, e, dtype=dtype), randn(2, 60, e // 2), torch.tensor([3, 20, 10, 27])
     got, want, caches = [], [], randn(2, 2, 3, 40, e, dtype=dtype)
-    for rotate_block, results, inputs in ((rotate.rotate_block, got, (qkv, table)),
+    for rotate_block, results, inputs in ((step.rotate_block, got, (qkv, table)),
                                           (plain.rotate_block.plain, want, (qkv.double(), table.double()))):
         state = caches.to(inputs[0].dtype, copy=True)
         results += [*rotate_block(*inputs, held.to(DEVICE), *(state if commit else ())), state]
@@ -481,7 +480,7 @@ def test_a_kernel_rotates_a_block_and_appends_it_as_the_plain_lines_do(commit, e
 def test_a_norm_of_numbers_far_from_zero_keeps_their_differences():
     h, weight = 50 + randn(2, 5, 600), randn(600)
     want = plain.add_norm(h.double(), None, None, None, weight.double(), None)[1]
-    assert error(residual.add_norm(h, None, None, None, weight, None)[1], want) < 1e-3
+    assert error(step.add_norm(h, None, None, None, weight, None)[1], want) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -492,27 +491,27 @@ def test_gumbel_argmax_equals_its_twin(v, dtype):
     at = torch.tensor([[5, 0, 7], [2, 2, 300_000]], device=DEVICE)
     key = at, *(torch.tensor(x, device=DEVICE) for x in ([3, 2 ** 62 + 5], [0, 16], [256, 0]))
     want = ops.gumbel_argmax(logits, *key)
-    assert torch.equal(draw.gumbel_argmax(logits, *key), want) and want.shape == (2, 3)
+    assert torch.equal(step.gumbel_argmax(logits, *key), want) and want.shape == (2, 3)
     logits[1, 2, :] = float("-inf")
     logits[1, 2, v - 1] = -80.0
-    assert draw.gumbel_argmax(logits, *key)[1, 2] == v - 1
+    assert step.gumbel_argmax(logits, *key)[1, 2] == v - 1
 
 
 def test_uniform_equals_its_twin():
     key = [torch.tensor(x, device=DEVICE) for x in ([0, 2 ** 63 - 1], [0, 7], [2 ** 31, 5])]    # seed, step, begin
     for n, stream in ((1, -2), (300, -1)):
-        got, want = draw.uniform(n, stream, *key), ops.uniform(n, stream, *key)
+        got, want = step.uniform(n, stream, *key), ops.uniform(n, stream, *key)
         assert want.shape == (2, n) and torch.equal(got, want)
 
 
 @pytest.mark.parametrize("l, p", [(8, 1), (8, 3), (8, 8), (600, 250)])
 def test_unmask_equals_its_twin(l, p):
     """The second row is near the end of its permutation, and begins it again."""
-    mask, order, step = 5000, randn(2, l).argsort(1), torch.tensor([0, l - 2], device=DEVICE)
+    mask, order, revealed = 5000, randn(2, l).argsort(1), torch.tensor([0, l - 2], device=DEVICE)
     xt = torch.where(torch.arange(2 * l, device=DEVICE).view(2, l) % 2 > 0, 7, mask)
     at, drawn, results = order[:, :p].contiguous(), torch.arange(2 * p, device=DEVICE).view(2, p), []
-    for unmask in (decoders.unmask_and_advance, draw.unmask_and_advance):
-        results.append([xt.clone(), at.clone(), step.clone()])
+    for unmask in (decoders.unmask_and_advance, step.unmask_and_advance):
+        results.append([xt.clone(), at.clone(), revealed.clone()])
         unmask(*results[-1][:2], drawn, mask, order, results[-1][2])
     assert all(map(torch.equal, *results)) and (p == 1 or not torch.equal(results[0][0], xt))
 
