@@ -554,11 +554,12 @@ class BlockDiffusionLM(nn.Module):
         """Logits (b, s, v) of every block at once, for given noise."""
         return self.logits(self.all_block_hidden(x0, xt, t))
 
-    def draw_noise(self, x0, generator=None, stratum=(0, 1)):
+    def draw_noise(self, x0, generator=None, stratum=(0, 1), t_range=(1e-3, 1)):
         """
-        Noise levels t (b, k), uniform on [1e-3, 1], and is_masked (b, s): a token is masked with probability t of its
-        block. stratum (j, n): t comes from the j-th of n equal parts of that interval. generator: None, a
-        torch.Generator, or a list with one for each sequence; then a sequence's noise is the same in every batch.
+        Noise levels t (b, k), uniform on t_range, and is_masked (b, s): a token is masked with probability t of its
+        block. stratum (j, n): t comes from the j-th of n equal parts of that range; j is an int or (b, k). generator:
+        None, a torch.Generator, or a list with one for each sequence; then a sequence's noise is the same in every
+        batch.
         """
         (b, s), (j, n) = x0.shape, stratum
         k, l = self.config.blocks_of(s)
@@ -568,15 +569,17 @@ class BlockDiffusionLM(nn.Module):
         else:
             u = torch.stack([torch.rand(k + s, generator=g) for g in generator])
         u = u.to(x0.device)                                                    # (b, k + s): levels, then tokens
-        t = 1e-3 + (1 - 1e-3) * (j + u[:, :k]) / n                             # (b, k), never 0: the weight is 1 / t
+        least, most = t_range                           # least is above 0: the weight is 1 / t
+        t = least + (most - least) * (j + u[:, :k]) / n                        # (b, k)
         return t, u[:, k:] < t.repeat_interleave(l, 1)                         # (b, s)
 
-    def forward(self, x0, generator=None):
+    def forward(self, x0, generator=None, **noise):
         """
         The training loss: the NELBO of x0 (b, s) int64 in nats per token, with one noise sample per block. It is eq.
-        prefix-cache with the weight w(t) = 1/t of eq. bdlm-masked-objective (alpha_t = 1 - t).
+        prefix-cache with the weight w(t) = 1/t of eq. bdlm-masked-objective (alpha_t = 1 - t). noise: see draw_noise;
+        with another t_range than the default the loss is no bound.
         """
-        t, is_masked = self.draw_noise(x0, generator)
+        t, is_masked = self.draw_noise(x0, generator, **noise)
         return self.loss(x0, is_masked, t)
 
     def loss(self, x0, is_masked, t):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import ops
-from data import batches
+from data import batches, permutation
 from parallel import progress
 
 
@@ -22,6 +22,14 @@ def noise_seeds(seed, numbers):
     """The noise seed of each sequence: a list of 63-bit ints. numbers: those of the sequences."""
     seeds = (np.random.SeedSequence([seed, int(i)]).generate_state(1, np.uint64)[0] for i in numbers)
     return [int(s) & (2 ** 63 - 1) for s in seeds]
+
+
+def strata(seed, step, rows, batch_size, k):
+    """Shares out the range of t among the k blocks of each of the batch_size rows of a training step, in a random order
+    that depends on (seed, step) alone. Returns, for draw_noise, the strata of these rows (len(rows), k) and the number
+    of all strata."""
+    order = permutation(seed, step, batch_size * k).reshape(batch_size, k)
+    return torch.from_numpy(order[list(rows)]), batch_size * k
 
 
 def noise_generators(seed, numbers):

@@ -25,7 +25,7 @@ from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from configurator import UserError, check, configure, lock, script, settings_of, tqdm
 from data import VOCABULARY, TokenData, bits_per_byte, byte_baselines, prepare_stdlib
 from model import BlockDiffusionLM, ModelConfig
-from nelbo import nelbo_sums, noise_generators
+from nelbo import nelbo_sums, noise_generators, strata
 from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, is_lost_rank, micro_batches_of,
                       pick_dtype, select_kernels)
 
@@ -63,6 +63,12 @@ beta2 = 0.95                            # AdamW
 weight_decay = 0.1                      # AdamW, only on matrices
 grad_clip = 1.0                         # largest norm of the gradient; 0: no clipping
 seed = 1337                             # of data order, initialisation and noise
+# noise and length of the training sequences
+t_min = 1e-3                            # training draws the noise level t from t_min..t_max; evaluation from 1e-3..1
+t_max = 1.0
+stratified = False                      # the blocks of a step share out that range evenly
+short_len = 512                         # for the first short_iters steps a sequence is cut into ones of this length
+short_iters = 0
 # evaluation, logging, saving
 eval_interval = 1000                    # steps between validations, each with a checkpoint
 eval_sequences = 64                     # validation sequences, spread evenly over the split; 0: all
@@ -118,11 +124,15 @@ def check_settings():
     """Raises UserError, before any file is opened, for settings that cannot work. Derives warmup_iters."""
     global warmup_iters
     check(globals(), least=dict(batch_size=1, micro_batch_size=0, max_iters=1, min_lr=0, grad_clip=0, seed=0,
-                                eval_interval=1, eval_sequences=0, eval_samples=1, log_interval=1, dist_timeout=1),
-          most=dict(min_lr=learning_rate), above=dict(learning_rate=0),
+                                eval_interval=1, eval_sequences=0, eval_samples=1, log_interval=1, dist_timeout=1,
+                                short_len=1, short_iters=0),
+          most=dict(min_lr=learning_rate, t_min=t_max, t_max=1), above=dict(learning_rate=0, t_min=0),
           choices=dict(dtype=("auto", "float32", "bfloat16"), tokenizer=("auto", *VOCABULARY)))
     if warmup_iters < 0:
         warmup_iters = min(200, max_iters // 10)
+    if short_iters and (seq_len % short_len or block_len < seq_len and short_len % block_len):
+        raise UserError(f"short_len must divide seq_len ({seq_len}) into whole blocks, but is {short_len}; add "
+                        f"--short_len={block_len}, or --short_iters=0 for none")
     if warmup_iters >= max_iters:
         raise UserError(f"warmup_iters must be below max_iters ({max_iters}), but is {warmup_iters}; "
                         f"add --warmup_iters=0")
@@ -217,15 +227,20 @@ def end(signals, held):
 def add_gradients(model, train_data, step, micro_batches, autocast):
     """Adds the gradients of this rank's rows of a step's batch to p.grad. Returns their share of the batch's loss, a
     tensor on the device: reading it here would wait for the device."""
-    loss = 0.0
+    loss, s, noise = 0.0, short_len if step < short_iters else seq_len, dict(t_range=(t_min, t_max))
+    k, _ = model.config.blocks_of(s)                    # blocks of a sequence
     for rows in micro_batches:
         # Data and noise are functions of (seed, step, row of the global batch), whichever rank runs the row.
-        x0 = train_data.batch(seed, step, rows, batch_size, seq_len)           # (rows, s)
+        x0 = train_data.batch(seed, step, rows, batch_size, seq_len).view(-1, s)       # a row is seq_len / s sequences
         x0 = x0.to(model.embed.weight.device, non_blocking=True)
         generators = noise_generators(seed, [step * batch_size + row for row in rows])
+        generators = [g for g in generators for _ in range(seq_len // s)]
+        if stratified:
+            stratum, n = strata(seed, step, rows, batch_size, seq_len // s * k)
+            noise["stratum"] = stratum.view(-1, k).to(x0.device), n
         # The loss is weighted by the rows' share of the batch: so micro-batches and ranks add up to its mean.
         with autocast():
-            part = model(x0, generators) * (len(rows) / batch_size)
+            part = model(x0, generators, **noise) * (len(rows) / batch_size)
         part.backward()
         loss = loss + part.detach()
     return loss

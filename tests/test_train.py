@@ -8,7 +8,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from checkpoint import load_checkpoint
 from configurator import UserError
-from conftest import (EIGHT_STEPS, child_main, free_port, make_model, run_train as run, signals_put_back, start_ranks,
+from conftest import (EIGHT_STEPS, NOISE, child_main, free_port, make_model, run_train as run, signals_put_back, start_ranks,
                       state_of)
 from data import TokenData
 from model import BlockDiffusionLM, ModelConfig
@@ -24,8 +24,8 @@ def test_every_row_has_noise_and_data_of_its_own_and_every_step_its_learning_rat
         tiny, tmp_path, monkeypatch):
     noise, rows, updates, draw, step = set(), set(), [], BlockDiffusionLM.draw_noise, ShardedAdamW.step
 
-    def recorded(model, x0, *rest):
-        t, is_masked = draw(model, x0, *rest)
+    def recorded(model, x0, *rest, **how):
+        t, is_masked = draw(model, x0, *rest, **how)
         if model.training:
             noise.update((*a.tolist(), *b.tolist()) for a, b in zip(t, is_masked))
             rows.update(tuple(row.tolist()) for row in x0)
@@ -41,10 +41,29 @@ def test_every_row_has_noise_and_data_of_its_own_and_every_step_its_learning_rat
     assert min(scales) < 0.9, "nothing was clipped"
 
 
-def test_accumulation_does_not_change_the_run(tiny, tmp_path):
+@pytest.mark.parametrize("block_len", [8, 32])
+def test_noise_in_strata_of_a_range_and_short_sequences_first(corpus, tmp_path, monkeypatch, block_len):
+    levels, draw = [], BlockDiffusionLM.draw_noise
+
+    def recorded(model, x0, *rest, **how):
+        t, is_masked = draw(model, x0, *rest, **how)
+        if model.training:
+            levels.append((x0.shape, t))
+        return t, is_masked
+    monkeypatch.setattr(BlockDiffusionLM, "draw_noise", recorded)
+    run([*EIGHT_STEPS, f"--data={corpus}", f"--out_dir={tmp_path}", f"--block_len={block_len}"])
+    assert [tuple(shape) for shape, _ in levels] == [(8, 16)] * 6 + [(4, 32)] * 2
+    for _, t in levels:                                 # one level in each of equal parts of 0.3..0.7
+        part = (t.flatten() - 0.3) / 0.4 * t.numel()
+        assert sorted(part.long().tolist()) == list(range(t.numel()))
+    assert len({t.argmin().item() for _, t in levels}) > 1, "the order of the parts is random"
+
+
+@pytest.mark.parametrize("noise", [[], NOISE])
+def test_accumulation_does_not_change_the_run(tiny, tmp_path, noise):
     losses = []
     for micro in (4, 1):
-        run([*tiny, f"--out_dir={tmp_path}/{micro}", f"--micro_batch_size={micro}"])
+        run([*tiny, *noise, f"--out_dir={tmp_path}/{micro}", f"--micro_batch_size={micro}"])
         losses.append([r["loss"] for r in read_log(tmp_path / str(micro) / "log.jsonl") if "loss" in r])
     np.testing.assert_allclose(*losses, rtol=2e-5)
 
@@ -68,7 +87,7 @@ def on_nodes_of_two(folder, *argv, world=4):
 def test_processes_on_one_or_two_nodes_train_the_same_model_as_one(tiny, tmp_path, start):
     """And their checkpoint resumes on one process."""
     one, many = str(tmp_path / "one"), str(tmp_path / "many")
-    tiny += ["--max_iters=5", "--eval_interval=5"]
+    tiny += [*NOISE, "--max_iters=5", "--eval_interval=5", "--short_iters=3"]
     run([*tiny, f"--out_dir={one}"])
     start(tmp_path, "train.py", *tiny, f"--out_dir={many}")
     a, b = state_of(one), state_of(many)
@@ -156,7 +175,7 @@ def test_a_run_begins_with_the_weights_of_another_block_length(corpus, trained, 
 def test_a_run_that_was_killed_resumes_exactly_and_keeps_the_weights_of_the_lowest_validation(
         tiny, trained, tmp_path, capsys):
     """It ends as `trained`, which ran the same eight steps at once."""
-    argv = [*tiny, "--max_iters=8"]
+    argv = [*tiny, *NOISE, "--max_iters=8"]
     losses, seen = iter([3.0, 2.0, 2.5, 2.5, 2.25]), []
 
     def patch(module):
