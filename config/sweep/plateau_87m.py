@@ -1,0 +1,14 @@
+# When an 87M model leaves its first plateau: full-sequence attention and BDLM Mamba-H with noise of the middle, with
+# short sequences first, with both and with neither. The learning rate rises by 8e-6 a step.
+#     python data.py jsonl web/*.jsonl.zst --val web_held_out.jsonl.zst --out data/web
+#     python -m tools.sweep config/sweep/plateau_87m.py
+# A step has 16 x 8192 tokens. Each of the eight runs takes about three minutes on one H100.
+out_dir = "out/sweep_plateau"
+_noise, _short = "t_min=0.3 t_max=0.7 stratified=true", "short_len=512 short_iters=250"
+runs = [f"config/{model}_87m.py {recipe}" for recipe in ("", _noise, _short, f"{_noise} {_short}")
+        for model in ("attention", "mamba_h")]
+runs = [f"{run} embed_std=1.0" if "mamba_h" in run else run for run in runs]
+train_settings = ("data=data/web batch_size=16 micro_batch_size=8 max_iters=400 learning_rate=3.192e-3 warmup_iters=399 "
+                  "eval_interval=200 eval_sequences=32 eval_samples=1")
+eval_settings = "data=data/web sequences=0 mc=4 stratified=true"
+plateau = 7.0                           # nats per token: little more than the frequencies of tokens is known there
