@@ -114,15 +114,19 @@ def find_config(path):
 
 
 def run_config(path, settings):
-    """Executes a config file with a copy of the settings as its globals. Returns {name: value} of its public names, the
-    settings that it leaves alone included. Raises UserError if the file does not exist or fails."""
+    """Executes a config file with a copy of the settings as its globals. Returns {name: value} of the public names that
+    it assigns. Raises UserError if the file does not exist or fails."""
     path = find_config(path)
     try:
         scope = runpy.run_path(path, settings, "config")
     except (Exception, SystemExit) as error:        # the user's code may raise anything
         raise UserError(f"config file {path} failed: {type(error).__name__}: {error}") from error
     helpers = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)      # these are not settings
-    return {k: v for k, v in scope.items() if k[0] != "_" and not k.isupper() and not isinstance(v, helpers)}
+    # An assigned name may keep its value, and `import *` changes values without an assignment in this file.
+    assigned = {node.id for node in ast.walk(ast.parse(Path(path).read_bytes()))
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return {k: v for k, v in scope.items() if (k in assigned or v != settings.get(k))
+            and k[0] != "_" and not k.isupper() and not isinstance(v, helpers)}
 
 
 def print_help(namespace, settings):
@@ -138,11 +142,11 @@ def print_help(namespace, settings):
 def configure(namespace, argv=None, where="command line"):
     """
     Overrides the settings in `namespace`, a module's globals(), by config files and flags, in the order
-    given. argv: list of str, by default sys.argv[1:]. Returns the final settings as a dict. Raises
+    given. argv: list of str, by default sys.argv[1:]. Returns those that were given, as a dict. Raises
     UserError for unknown names and wrong types; `where` tells where argv comes from. --help prints the
     settings as they are so far, and exits with status 0.
     """
-    settings = settings_of(namespace)
+    settings, given = settings_of(namespace), []
     words = list(sys.argv[1:] if argv is None else argv)
     while words:
         word = words.pop(0)
@@ -153,6 +157,7 @@ def configure(namespace, argv=None, where="command line"):
             for name, value in run_config(word, settings).items():
                 check_name(name, settings, word, "; the name of a helper variable begins with _")
                 settings[name] = fit(name, value, settings[name], word)
+                given.append(name)
             continue
         name, equals, text = word[2:].partition("=")
         name = name.replace("-", "_")
@@ -165,12 +170,13 @@ def configure(namespace, argv=None, where="command line"):
             else:
                 raise UserError(f"{where}: --{name} needs a value, as in --{name}=VALUE")
         settings[name] = fit(name, parse_value(text, settings[name]), settings[name], where)
+        given.append(name)
     settings |= {name: expand_home(settings[name]) for name in PATHS & settings.keys()}
     namespace.update(settings)
     if argv is None:
         # torch.compile copies argv, without escaping, into the code that it generates: a quote would break it.
         del sys.argv[1:]
-    return settings
+    return {name: settings[name] for name in given}
 
 
 def check(settings, least=None, most=None, above=None, below=None, choices=None):

@@ -57,7 +57,8 @@ def main():
         raise UserError(f"write python checkpoint.py export out/ --to=folder, not {' '.join(words) or 'nothing'}")
     if not words[1].startswith("-"):
         words[1] = f"--checkpoint={words[1]}"
-    settings = configure(dict(globals(), checkpoint="out"), words[1:])
+    settings = dict(globals(), checkpoint="out")
+    configure(settings, words[1:])
     check(settings, choices=dict(dtype=("float32", "bfloat16")))
     if not settings["to"]:
         raise UserError("to is empty; name a new folder, as in --to=folder")

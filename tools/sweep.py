@@ -74,7 +74,8 @@ class Run:
         stem = os.path.splitext(os.path.basename(file))[0]
         self.name = " ".join([stem, *own])
         self.words = [file, *(f"--{word}" for word in [*train_settings.split(), *own])]
-        self.settings = s = configure(settings_of(vars(train)), self.words, f"run {line!r}")
+        self.settings = s = settings_of(vars(train))
+        configure(s, self.words, f"run {line!r}")
         # Runs are compared by `base`: their config file and, if its name does not say it, their model.
         model = kind_of(s["attn_every"] > 1, s["block_len"] == s["seq_len"])
         self.base = stem if model_in(stem) == model else f"{stem} {model}"
@@ -84,7 +85,8 @@ class Run:
         self.eval_words = [f"--data={s['data']}", f"--device={s['device']}",
                            *(f"--{word}" for word in eval_settings.split()),
                            f"--checkpoint={self.path('ckpt.pt')}", f"--out={self.path('eval.json')}"]
-        self.eval_settings = configure(settings_of(vars(evaluation)), self.eval_words, "eval_settings")
+        self.eval_settings = settings_of(vars(evaluation))
+        configure(self.eval_settings, self.eval_words, "eval_settings")
 
     def path(self, name):
         return os.path.join(self.folder, name)

@@ -59,12 +59,12 @@ def test_mistakes_are_one_sentence_with_the_nearest_name(flags, message):
         configure(namespace(), flags.split())
 
 
-def test_config_files_compute_and_flags_after_them_win(tmp_path):
+def test_config_files_compute_and_flags_after_them_win_and_what_was_given_is_known(tmp_path):
     file = tmp_path / "c.py"                            # with a byte order mark
     file.write_text("\ufeffimport math\nfrom math import sqrt\nmax_iters = max_iters * 2\n"
-                    "learning_rate = math.exp(0) * sqrt(4)\n_half = 3\nCONSTANT = 4\n")
-    out = configure(namespace(), [str(file), "--learning_rate=0.5"])
-    assert out["max_iters"] == 200 and out["learning_rate"] == 0.5 and not {"_half", "CONSTANT"} & {*out}
+                    "learning_rate = math.exp(0) * sqrt(4)\n_half = 3\nCONSTANT = 4\nresume = False\n")
+    given = configure(settings := namespace(), [str(file), "--learning_rate=0.5"])
+    assert given == dict(max_iters=200, learning_rate=0.5, resume=False) and {**settings, **given} == settings
 
 
 @pytest.mark.parametrize("content, message", [
