@@ -11,8 +11,11 @@ import torch
 import torch.nn.functional as F
 
 import ops
+from configurator import UserError
 from data import batches, permutation
 from parallel import progress
+
+NATS, MASKED, RIGHT = range(3)          # the three sums of a sequence, see sequence_nelbo
 
 
 # Each sequence has its own noise seed, a function of (seed, number of the sequence). So its noise does not depend on
@@ -59,8 +62,8 @@ def masked_cross_entropy(model, hidden, target, max_logits=2 ** 25):
 def sequence_nelbo(model, x0, is_masked, t):
     """
     Scores sequences x0 (b, s) for given noise: is_masked (b, s), t (b, k). Returns (b, 3) fp64 on the CPU: for each
-    sequence its NELBO in nats (weight 1/t, eq. bdlm-masked-objective), the number of masked tokens, and how many of
-    these the model predicts right.
+    sequence NATS, its NELBO (weight 1/t, eq. bdlm-masked-objective); MASKED, the number of masked tokens; and RIGHT,
+    how many of these the model predicts.
     """
     hidden = model.all_block_hidden(x0, x0.masked_fill(is_masked, model.config.mask_id), t)     # (b, s, d)
     nll, hit = masked_cross_entropy(model, hidden[is_masked], x0[is_masked])   # (m,) each: all masked tokens
@@ -92,3 +95,13 @@ def nelbo_sums(model, x, parallel, autocast, seed, mc, stratified=False, batch_s
                     sums[rows, j] = sequence_nelbo(model, x0, is_masked, t)
                 bar.update(x0.numel())
     return sums
+
+
+def gather(parallel, array):
+    """Joins the ranks' parts of an array: each rank's array is zero where another rank did the work, so their sum has
+    everything. All ranks get it. A collective: every rank must call it. Raises UserError unless all values are
+    finite."""
+    array = np.array(parallel.sum(array.ravel().tolist())).reshape(array.shape)
+    if not np.isfinite(array).all():
+        raise UserError("the likelihoods are not finite: this checkpoint's training failed; use an earlier one")
+    return array

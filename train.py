@@ -25,7 +25,7 @@ from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from configurator import UserError, check, configure, lock, script, settings_of, tqdm
 from data import VOCABULARY, TokenData, bits_per_byte, byte_baselines, prepare_stdlib
 from model import BlockDiffusionLM, ModelConfig
-from nelbo import nelbo_sums, noise_generators, strata
+from nelbo import NATS, nelbo_sums, noise_generators, strata
 from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, is_lost_rank, micro_batches_of,
                       pick_dtype, select_kernels)
 
@@ -315,7 +315,7 @@ def main():
         sums = nelbo_sums(model.eval(), val, parallel, autocast, seed, eval_samples,
                           batch_size=len(micro_batches[0]), terse=True)
         model.train()
-        loss = parallel.sum([sums[..., 0].sum()])[0] / (eval_samples * val.numel())
+        loss = parallel.sum([sums[..., NATS].sum()])[0] / (eval_samples * val.numel())
         say(f"{step:>6}/{max_iters} validation {loss:.4f} nats per token", dict(step=step, val_loss=finite(loss, 5)))
         return loss
 

@@ -12,8 +12,9 @@ from conftest import (ARCHITECTURES, BLOCK_MODELS, all_models, block_models, bot
                       start_ranks)
 from nelbo import noise_generators
 from decoders import Sampler
-from eval import nelbo_figures, ratio, score_pairs
+from eval import nelbo_figures, ratio
 from nelbo import nelbo_sums, sequence_nelbo
+from questions import score_pairs
 from sample import generate
 
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-import eval as evaluation
-from checkpoint import save_checkpoint
+from checkpoint import open_checkpoint, save_checkpoint
 from configurator import UserError
 from conftest import ROOT, eval_record, make_model, script, with_harness
 from data import TokenData, get_tokenizer
-from nelbo import masked_cross_entropy
+from nelbo import gather, masked_cross_entropy
+from questions import encode_question, score_pairs
 from test_eval import decoded, one_rank
 
 BYTES = get_tokenizer("bytes")
@@ -92,7 +92,7 @@ def test_each_checkpoint_and_text_is_a_line_and_everything_one_line_of_json(corp
 # Question sets
 
 def test_context_and_answer_are_encoded_as_one_string_and_cut_on_the_left():
-    encode = lambda *texts, size=99: evaluation.encode_question(BYTES, texts, size)
+    encode = lambda *texts, size=99: encode_question(BYTES, texts, size)
     pairs, _ = encode(("ab ", " c"), ("ab ", " "), ("so Ann", " won."))
     assert [(bytes(c), bytes(a)) for c, a in pairs] == [(b"ab", b"  c"), (b"ab", b"  "), (b"so Ann", b" won.")]
     row = [("0123456789", " a"), ("0123456789", " bcd")]
@@ -111,18 +111,18 @@ def test_the_harness_gets_the_scores_of_the_definition(checkpoints, task):
     assert status == 0, error
     assert "6 of 20 questions were cut on the left, to fit 32 tokens" in printed and "Chance: hellaswag" in printed
     record = json.loads(printed.splitlines()[-1])
-    model = evaluation.open_checkpoint(checkpoints[0], "cpu")[0]
+    model = open_checkpoint(checkpoints[0], "cpu")[0]
     right = 0
     for row in rows:
-        pairs, _ = evaluation.encode_question(BYTES, [(row["context"], choice) for choice in row["choices"]], 32)
-        right += evaluation.score_pairs(model, pairs, 999, one_rank())[0].argmax() == row["label"]
+        pairs, _ = encode_question(BYTES, [(row["context"], choice) for choice in row["choices"]], 32)
+        right += score_pairs(model, pairs, 999, one_rank())[0].argmax() == row["label"]
     assert record["results"][0]["tasks"]["made_up"]["acc,none"] == right / 20
 
 
 @with_harness
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_task_of_the_models_own_decodings_has_accuracy_1_and_0_if_one_byte_differs(checkpoints, task, which):
-    model, rows = evaluation.open_checkpoint(checkpoints[which], "cpu")[0], []
+    model, rows = open_checkpoint(checkpoints[which], "cpu")[0], []
     printable = torch.tensor([chr(i).isascii() and chr(i).isprintable() for i in range(258)])
     model.head.weight.data[~printable] = 0              # its most probable byte is then printable
     save_checkpoint(checkpoints[which], model, step=0, tokenizer="bytes", settings={})
@@ -163,4 +163,4 @@ def test_what_the_adapter_cannot_do_is_a_sentence(checkpoints, task, kind, messa
 
 def test_likelihoods_that_are_not_finite_are_refused():
     with pytest.raises(UserError, match="training failed"):
-        evaluation.gather(types.SimpleNamespace(sum=lambda x: x), np.array([1.0, math.nan]))
+        gather(types.SimpleNamespace(sum=lambda x: x), np.array([1.0, math.nan]))

@@ -1,0 +1,176 @@
+"""
+Question sets through lm-evaluation-harness. `python eval.py --tasks` is the command; this file has no settings.
+
+    python eval.py --checkpoint out/a --tasks hellaswag,piqa            # pip install lm_eval==0.4.13
+    python eval.py --tasks mine --include_path FOLDER                   # task files of your own: docs/data.md
+
+The paper scores answers by pseudo-likelihood, without formula or prompts. Here an answer's score is its pseudo-log-
+likelihood: the sum of log p(token) over its tokens. Each is masked alone; the model sees the others, the context, and
+nothing after the answer. A block model sees the answer's earlier blocks clean and its later blocks not at all.
+
+A pair is (context, answer), two lists of tokens. Its text is both, one after the other.
+"""
+import itertools
+
+import numpy as np
+import torch
+
+from configurator import UserError, need
+from data import batches
+from model import Cache
+from nelbo import gather, masked_cross_entropy
+from parallel import progress
+
+CHANCE = "Chance: hellaswag, arc_easy, arc_challenge 0.25; piqa, winogrande, boolq 0.5; the mean of all six 0.375."
+
+
+# ----------------------------------------------------------------------------------------------
+# Scores of answers
+
+def row_batches(config, texts, rows, budget):
+    """
+    Sorts rows into batches of about `budget` tokens. A row (n, positions) is texts[n] with tokens masked at these
+    positions, in ascending order. Yields (begin, l, rows): these run the block of l tokens that begins at `begin`,
+    which is the block of each row's first position. A full-sequence model has one block, which is the whole text.
+    """
+    def block_of(row):
+        n, positions = row
+        l = config.block_of(len(texts[n]))
+        return positions[0] // l * l, l
+
+    for (begin, l), group in itertools.groupby(sorted(rows, key=block_of), block_of):
+        for part in batches(list(group), budget // (begin + l)):
+            yield begin, l, part
+
+
+def masked_hidden(model, texts, begin, l, rows):
+    """
+    Runs one batch of row_batches. Returns a list with (n, positions in the block, their hidden states (m, d)) for each
+    row. One row, in blocks of 6: a text of context c and answer a, masked at the position of M.
+
+        c c c c c c  c c c c a a  a M a a . .
+        the clean prefix          the noisy block: "." follows the text, is not known, and so is masked, too
+
+    Positions to mask in later blocks are neither seen nor returned.
+    """
+    mask_id, device = model.config.mask_id, model.embed.weight.device
+    masked = [[i for i in positions if i < begin + l] for _, positions in rows]
+    xt = torch.full((len(rows), l), mask_id)
+    for row, (n, _), at in zip(xt, rows, masked):
+        known = torch.tensor(texts[n][begin:begin + l])
+        row[:len(known)] = known
+        row[torch.tensor(at) - begin] = mask_id
+    xt = xt.to(device)                                                         # (rows, l)
+
+    # Rows of one text have the same prefix, which is read once. owner[i] is the entry of `different` of row i.
+    different, owner = np.unique([n for n, _ in rows], return_inverse=True)
+    cache = model.new_cache(len(different), begin, l)
+    model.prefill(torch.tensor([texts[n][:begin] for n in different], dtype=torch.long, device=device), cache)
+    layers = [tuple(part[owner] for part in state) for state in cache.layers]
+    cache = Cache(layers, cache.lengths[owner], begin)                         # one row for each row
+
+    # The noise level is the masked fraction, as in sampling. Only timestep conditioning uses it.
+    hidden = model.denoise_hidden(xt, cache, (xt == mask_id).float().mean(1))  # (rows, l, d)
+    return [(n, at, h[torch.tensor(at) - begin]) for (n, _), at, h in zip(rows, masked, hidden)]
+
+
+@torch.no_grad()
+def score_pairs(model, pairs, budget, parallel):
+    """
+    Scores pairs, about `budget` tokens at a time. Returns float64 (2, n): the pseudo-log-likelihood of each answer in
+    nats, and whether the answer is greedy, 0 or 1. A collective; the ranks share the work.
+
+    An answer is greedy if decoding gives exactly it: its positions are decoded from the context, block by block, at
+    temperature 0, the most confident token first, one a step. What follows the answer in its block is not decoded.
+    """
+    texts, device = [[*context, *answer] for context, answer in pairs], model.embed.weight.device
+    mine = range(parallel.rank, len(pairs), parallel.world)
+    positions = {n: range(len(pairs[n][0]), len(texts[n])) for n in mine}      # of each answer in its text
+    score, greedy = np.zeros((2, len(pairs)))
+
+    rows = [(n, [i]) for n in mine for i in positions[n]]                      # each token masked alone
+    with progress(parallel, "answers", len(rows), "token") as bar:
+        for batch in row_batches(model.config, texts, rows, budget):
+            found = masked_hidden(model, texts, *batch)
+            target = torch.tensor([texts[n][i] for n, (i,), _ in found], device=device)
+            nats, _ = masked_cross_entropy(model, torch.cat([h for *_, h in found]), target)   # (rows,)
+            np.subtract.at(score, [n for n, *_ in found], nats.numpy())
+            bar.update(len(found))
+
+    # Decoding of an answer stops at the first token that differs. So whatever was decoded before equals the answer's
+    # own tokens, and a row can take it from `texts`.
+    left = {n: list(positions[n]) for n in mine}                               # still masked
+    while left:
+        for batch in row_batches(model.config, texts, left.items(), budget):
+            for n, at, h in masked_hidden(model, texts, *batch):
+                confidence, token = model.logits(h).softmax(-1).max(-1)        # (m,) each
+                best = int(confidence.argmax())
+                greedy[n] = token[best] == texts[n][at[best]]
+                left[n].remove(at[best])
+        left = {n: masked for n, masked in left.items() if masked and greedy[n]}
+    return gather(parallel, np.stack([score, greedy]))
+
+
+# ----------------------------------------------------------------------------------------------
+# Questions
+
+def encode_question(tokenizer, texts, max_len):
+    """
+    Encodes the texts [(context, answer)] of one question. Returns their pairs, and the number of tokens that were cut.
+
+    Context and answer are encoded as one string, because BPE may merge across the boundary. The tokens are split
+    where the context would end if it was encoded alone, without trailing spaces: these belong to the answer. The
+    same number of tokens is cut from the left of each context, so that the longest context and answer fit max_len.
+    Raises UserError for an answer without a token.
+    """
+    pairs = []
+    for context, answer in texts:
+        n = len(tokenizer.encode_ordinary(context.rstrip(" ")))
+        whole = tokenizer.encode_ordinary(context + answer)
+        if len(whole) <= n:
+            raise UserError(f"the answer {answer!r} after {context[-20:]!r} has no token of its own; correct the task")
+        pairs.append((whole[:n], whole[n:]))
+
+    room = max(0, max_len - max(len(answer) for _, answer in pairs))
+    cut = max(0, max(len(context) for context, _ in pairs) - room)
+    return [(context[cut:], answer) for context, answer in pairs], cut
+
+
+def answer_requests(model, tokenizer, requests, parallel, batch_size):
+    """Answers the harness's requests for the likelihood of an answer: [(score in nats, whether it is greedy)]. The
+    requests of a question are consecutive. A collective."""
+    s, questions = model.config.seq_len, itertools.groupby(requests, lambda r: (r.task_name, r.doc_id))
+    encoded = [encode_question(tokenizer, [r.args for r in question], s) for _, question in questions]
+    print(f"{sum(cut > 0 for _, cut in encoded)} of {len(encoded)} questions were cut on the left, to fit {s} tokens")
+    pairs = [pair for pairs, _ in encoded for pair in pairs]
+    score, greedy = score_pairs(model, pairs, batch_size * s, parallel)
+    return [*zip(score.tolist(), (greedy == 1).tolist())]
+
+
+def evaluate_tasks(model, tokenizer, parallel, tasks, include_path, limit, batch_size):
+    """Prints the harness's table of these tasks, and returns its figures, {task: {metric: value}}. The arguments are
+    settings of eval.py. A collective: the harness runs on every rank, and asks all of them the same."""
+    lm_eval = need("lm_eval", "--tasks", "lm_eval==0.4.13")
+    from lm_eval.api.model import LM
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import make_table
+
+    class Adapter(LM):
+        """A model as the harness sees it."""
+
+        def loglikelihood(self, requests):
+            return answer_requests(model, tokenizer, requests, parallel, batch_size)
+
+        def loglikelihood_rolling(self, requests):
+            raise UserError("a task asks for the likelihood of whole texts; use --data, which gives a bound on it")
+
+        def generate_until(self, requests):
+            raise UserError("a task asks for generated text, but eval.py only scores given answers; leave it out")
+
+    known = TaskManager(include_path=include_path or None)
+    if unknown := [name for name in tasks if not known.match_tasks([name])]:
+        raise UserError(f"the harness has no task '{unknown[0]}'; python -m lm_eval ls tasks lists those that it has")
+    found = lm_eval.simple_evaluate(Adapter(), tasks=tasks, task_manager=known, limit=limit or None)
+    if found:                                           # None where LOCAL_RANK is not 0
+        print(make_table(found), CHANCE, sep="\n")
+    return found and found["results"]
