@@ -607,11 +607,11 @@ class BlockDiffusionLM(nn.Module):
         kv = (batch, config.n_head, max_len, config.d_model // config.n_head)
         conv = (batch, config.conv_width - 1, config.d_inner + 2 * config.d_state)
         ssm = (batch, config.d_inner // config.mamba_head_dim, config.mamba_head_dim, config.d_state)
-        # A state is read from the first block on, so it must be zeros. Keys and values beyond `lengths` never count.
+        # A scan starts from zeros. Keys and values beyond `lengths` never count, but must be finite.
         layers = []
         for layer in self.layers:
             if isinstance(layer.mixer, Attention):
-                layers.append((weight.new_empty(kv), weight.new_empty(kv)))
+                layers.append((weight.new_zeros(kv), weight.new_zeros(kv)))
             else:
                 layers.append((weight.new_zeros(conv), weight.new_zeros(ssm, dtype=ops.at_least_fp32(weight.dtype))))
         return Cache(layers, torch.zeros(batch, dtype=torch.long, device=weight.device), max_len)

@@ -276,26 +276,19 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
 
     q, k, v (b, h, m, e): m new tokens in whole blocks of block_len. If they are a single block, q may be only some of
     its queries, since all of them see the same keys. k_cache, v_cache (b, h, max_len, e); lengths (b,) int64: row i
-    sees the first lengths[i] positions of the cache; the rest may be uninitialised. Returns the shape of q.
+    sees the first lengths[i] positions of the cache. The rest may hold anything finite: it gets weight 0, but 0 times
+    NaN is NaN. Returns the shape of q.
     """
     m = k.size(2)
-    if k_cache.size(2) == 0 and m == block_len:         # there is no prefix; int(lengths) would wait for the GPU
-        return F.scaled_dot_product_attention(q, k, v)
-    shortest, longest = int(lengths.min()), int(lengths.max())
+    longest = int(lengths.max()) if k_cache.size(2) else 0      # a full-sequence model need not wait for its GPU
+    position = torch.arange(-longest, m, device=q.device)                      # (longest + m,): new tokens begin at 0
+    block = position // block_len                       # of each key; below 0 for cached keys, so every query sees them
+    q_block = block[longest:] if m > block_len else block.new_zeros(1)         # (m,); a single block needs one row
+    held = (position >= 0) | (position + longest < lengths[:, None])           # (b, longest + m)
+    mask = (q_block[:, None] >= block) & held[:, None, None]                   # (b, 1, m or 1, longest + m)
+
     keys = torch.cat([k_cache[:, :, :longest], k], 2)                          # (b, h, longest + m, e)
     values = torch.cat([v_cache[:, :, :longest], v], 2)
-    if m == block_len and shortest == longest:          # every query sees every key
-        return F.scaled_dot_product_attention(q, keys, values)
-    k_block = torch.arange(m, device=q.device) // block_len                    # (m,) the block of each new key
-    q_block = k_block if m > block_len else k_block[:1]                        # (m,); a single block needs one row
-    # A cached key counts as block -1, which every query sees.
-    mask = q_block[:, None] >= F.pad(k_block, (longest, 0), value=-1)          # (m or 1, longest + m)
-    if shortest < longest:                              # rows hold different numbers of tokens
-        held = torch.arange(longest, device=q.device) < lengths[:, None]       # (b, longest)
-        held = F.pad(held, (0, m), value=True)[:, None, None]                  # (b, 1, 1, longest + m)
-        mask = mask & held
-        # Past its length a cache may hold NaNs, and an attention weight of 0 times NaN is NaN.
-        keys, values = (x.masked_fill(~held.transpose(2, 3), 0) for x in (keys, values))
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
 
 

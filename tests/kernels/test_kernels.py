@@ -299,7 +299,7 @@ def test_block_attention_equals_its_definition(monkeypatch, lengths, l, d, split
 def test_dispatched_attention_takes_several_blocks(monkeypatch):
     q, keys, values, lengths, k, v = attention_inputs([20, 3], 48, 32, torch.float32, cap=96)
     args = [u.transpose(1, 2) for u in (q, k, v)]
-    want = ops.cached_attention(*(u.double() for u in (*args, keys, values)), lengths, 16)
+    want = ops.cached_attention(*(u.nan_to_num().double() for u in (*args, keys, values)), lengths, 16)
     monkeypatch.setitem(ops.FAST, "cached_attention", cached_attention.cached_attention)
     assert error(ops.cached_attention(*args, keys, values, lengths, 16), want) < 1e-5
 

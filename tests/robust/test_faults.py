@@ -226,9 +226,7 @@ def test_a_damaged_or_foreign_file_is_refused_and_reading_never_runs_code(tmp_pa
     pytest.importorskip("safetensors", reason="needs safetensors, see requirements.txt")
     model = make_model("mamba_h", torch.float32, vocab_size=258)
     save_checkpoint(tmp_path / "ckpt.pt", model, step=1, tokenizer="bytes")
-    cache = model.new_cache(1, 8)
-    cache.clear()                                       # its memory may hold anything
-    save_prompt(tmp_path / "prompt", torch.arange(8), cache, "a model")
+    save_prompt(tmp_path / "prompt", torch.arange(8), model.new_cache(1, 8), "a model")
     export(str(tmp_path / "ckpt.pt"), str(tmp_path))
     for name, read in (("ckpt.pt", load_model), ("model.safetensors", load_model),
                        ("prompt", lambda path: load_prompt(path, model.config, "a model"))):
