@@ -4,7 +4,6 @@ import json
 import math
 import os
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 from checkpoint import open_checkpoint, save_checkpoint
 from configurator import UserError
-from conftest import ROOT, eval_record, make_model, script, with_harness
+from conftest import eval_record, make_model, script, with_harness
 from data import TokenData, get_tokenizer
 from nelbo import gather, masked_cross_entropy
 from questions import encode_question, score_pairs
@@ -135,18 +134,6 @@ def test_a_task_of_the_models_own_decodings_has_accuracy_1_and_0_if_one_byte_dif
         flags = task(name, LAMBADA, questions)
         found = eval_record(f"--checkpoint={checkpoints[which]}", *flags)["results"][0]["tasks"]
         assert found[name]["acc,none"] == accuracy
-
-
-@with_harness
-def test_real_questions_in_a_local_task_file(checkpoints, task):
-    path = Path(ROOT, "..", "shared", "data", "eval", "piqa", "validation.jsonl")
-    if not path.exists():
-        pytest.skip("needs ../shared/data/eval")
-    rows = [json.loads(line) for line in path.read_text().splitlines()[:8]]
-    flags = task("mine", CHOICES, [dict(context=f"Question: {r['goal']}\nAnswer:", label=r["label"],
-                                        choices=[f" {r['sol1']}", f" {r['sol2']}"]) for r in rows])
-    found = eval_record(f"--checkpoint={checkpoints[0]}", "--limit=4", *flags)["results"][0]["tasks"]["mine"]
-    assert found["acc,none"] * 4 in range(5)
 
 
 # ----------------------------------------------------------------------------------------------
