@@ -224,13 +224,9 @@ def time_generation(model, new_engine, b, length):
 
 def window_seconds(engine):
     """(seconds, spread) of a full-sequence model's window: the time of one step, times their number."""
-    block, l = engine.block, engine.block.xt.size(1)
-
-    def step():
-        block.rewind()
-        engine.step()
-    median, spread, _ = measure(step, block.xt.device, warmup, iterations)
-    return -(-l // block.tokens_per_step) * median, spread
+    l = engine.block.xt.size(1)
+    median, spread, _ = measure(engine.step, engine.block.xt.device, warmup, iterations)
+    return -(-l // engine.block.tokens_per_step) * median, spread
 
 
 def whole_seconds(engine, n_blocks):
@@ -239,10 +235,10 @@ def whole_seconds(engine, n_blocks):
 
     def generation():
         engine.cache.clear()
-        x0 = engine.decode(masks, [masks.size(1)])
+        x0 = engine.decode(masks, masks.size(1))
         for _ in range(n_blocks - 1):
             engine.commit(x0)
-            x0 = engine.decode(masks, [masks.size(1)])
+            x0 = engine.decode(masks, masks.size(1))
     return measure(generation, masks.device, warmup, iterations)[:2]
 
 
@@ -259,7 +255,7 @@ def blocks_seconds(engine, model, n_blocks):
         cache.lengths.fill_(max(prefix - l, 0))         # the commit makes it `prefix`
         if prefix:                                      # the first block of a generation has nothing to commit
             engine.commit(x0)
-        engine.decode(masks, [l])
+        engine.decode(masks, l)
     # A generation does not synchronise between its blocks either.
     timed = [measure(functools.partial(block, n), masks.device, warmup, iterations, in_a_row=4) for n in prefixes]
     every_block = np.interp(range(0, n_blocks * l, l), prefixes, [seconds for seconds, *_ in timed])

@@ -1,16 +1,16 @@
 """
-Which masked tokens a denoising step reveals. The plain engine in sample.py and the fast one in fast/engine.py share
-these rules. A step draws a token for masked positions and writes some of the drawn tokens into the block:
+Which masked tokens a denoising step reveals. All engines share these rules. First a rule chooses p = `tokens_per_step`
+positions, or a number that depends on the logits; then a token is drawn at each of them and stays.
 
-  random         at the next p positions of a random permutation. p = 1 is exact ancestral sampling if the model takes
-                 no t: then only the order of unmasking matters, and it is uniform.
-  confidence     at the p positions whose drawn tokens are most probable
-  threshold      at every position whose drawn token is at least `threshold` probable, and at the most probable one
+  random         the next p positions of a random permutation. p = 1 is exact ancestral sampling if the model takes no
+                 t: then only the order of unmasking matters, and it is uniform.
+  confidence     the p positions of which the model is surest: whose most probable token is most probable
+  threshold      all positions whose most probable token has at least the probability `threshold`
   first_hitting  random with p = 1, and t follows the exact distribution of unmasking times. In a block that begins
                  with known tokens, t starts at the masked fraction.
 
-p is `tokens_per_step`. `generate_naive`, at the end, shows them at work in the fewest lines: it is generation without a
-cache. To add a decoder, see "Another decoder" in docs/forking.md.
+Choices are the model's own: temperature, top_k and top_p shape the draws alone. A choice by the probability of the
+drawn token would reject unlikely draws, so samples would be sharper than the model and repeat themselves.
 
     python -m pytest tests/test_sample.py -k "distribution or ancestral or first_hitting"
 """
@@ -20,26 +20,49 @@ import math
 import torch
 
 import ops
-from configurator import UserError, check
+from configurator import check
 
 DECODERS = ("random", "confidence", "threshold", "first_hitting")
-IN_ORDER = ("random", "first_hitting")  # these reveal positions in the order of a random permutation
-MAX_LOGITS = 2 ** 24                    # the most logits of one row that exist at a time
+IN_ORDER = ("random", "first_hitting")  # the order in which these reveal positions is known when a block starts
+AS_SURE = ("threshold",)                # these reveal as many tokens in a step as the logits say
+MAX_LOGITS = 2 ** 24                    # the most logits of one row that a choice by certainty holds at a time
 
 # ops.uniform numbers its random numbers by stream. Token draws (ops.gumbel_argmax) use streams >= 0.
 PERMUTATION_STREAM, TIME_STREAM = -1, -2
+
+
+@torch.no_grad()
+def generate_naive(model, prompt, length, sampler):
+    """
+    Generation without a cache: every denoising step runs all blocks through the training path. Slow, obvious, and the
+    definition: `sample.generate` must return the same tokens, and the tests check that it does. prompt (b, m) ->
+    (b, m + length).
+    """
+    tokens, total = prompt, prompt.size(1) + length
+    l = model.config.block_of(total)
+    while tokens.size(1) < total:
+        begin = tokens.size(1) // l * l
+        finished, known = tokens[:, :begin], tokens[:, begin:]
+        xt = tokens.new_full((len(tokens), l), sampler.mask_id)                # (b, l)
+        xt[:, :known.size(1)] = known
+
+        block = ActiveBlock(len(tokens), l, sampler, tokens.device)
+        block.start(xt, begin)
+        for _ in block.steps(l - known.size(1)):
+            # x is both x0 and xt: finished blocks have no noise, and the clean stream stops before the last block,
+            # so it never reads the masks there.
+            x, t = torch.cat([finished, block.xt], 1), block.noise_level()     # (b, begin + l), (b,)
+            hidden = model.all_block_hidden(x, x, t[:, None].expand(-1, x.size(1) // l))[:, begin:]    # (b, l, d)
+            positions = block.positions(model, hidden)                         # (b, m)
+            block.reveal(positions, model.token_logits(select(hidden, positions)))
+        tokens = torch.cat([finished, block.xt], 1)
+    return tokens[:, :total]
 
 
 def check_decoder(settings):
     """Raises UserError for the first value in `settings`, a dict of a Sampler's fields, that is out of bounds."""
     check(settings, least=dict(tokens_per_step=1, threshold=0, temperature=0, top_k=0),
           most=dict(threshold=1, top_p=1), above=dict(top_p=0), choices=dict(decoder=DECODERS))
-
-
-def usual_tokens_per_step(config, length):
-    """The tokens to reveal per step by default: then a block, or a full-sequence model's request of `length` tokens,
-    takes 16 steps or fewer. config: the model's."""
-    return math.ceil(config.block_of(length) / 16)
 
 
 @dataclasses.dataclass
@@ -51,7 +74,7 @@ class Sampler:
     """
     seeds: list
     decoder: str = "random"
-    tokens_per_step: int = 16
+    tokens_per_step: int = 1
     threshold: float = 0.9
     temperature: float = 1.0
     top_k: int = 0
@@ -63,9 +86,14 @@ class Sampler:
         if self.decoder == "first_hitting":
             self.tokens_per_step = 1
 
+    def certainty(self, logits):
+        """How sure the model is of each position: the probability of its most probable token. logits (b, m, v - 1) ->
+        (b, m) in fp32 or better."""
+        return logits.softmax(-1, dtype=ops.at_least_fp32(logits.dtype)).amax(-1)
+
     def pick(self, logits, positions, seed, step, begin):
-        """Draws a token for each of the positions (b, m) of the block. logits (b, m, v - 1) -> tokens (b, m). seed,
-        step and begin, each (b,): see ops.gumbel_argmax."""
+        """Draws a token for each of the positions (b, m) of the block. logits (b, m, v - 1) -> tokens (b, m). The mask
+        has no logit, so it is never drawn. seed, step and begin, each (b,): see ops.gumbel_argmax."""
         if self.temperature == 0:
             return logits.argmax(-1)
         if self.temperature != 1:
@@ -78,6 +106,7 @@ def cut(logits, top_k, top_p):
     if top_k:
         kth = logits.topk(min(top_k, logits.size(-1)), -1).values[..., -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))
+
     if top_p < 1:
         descending, index = logits.double().sort(-1, descending=True)
         probability = descending.softmax(-1)
@@ -93,9 +122,10 @@ class ActiveBlock:
     """
     The block that is being unmasked. One denoising step is
 
-      1. `next_noise_level()`   the t on which the model is conditioned
-      2. a forward pass         of the model over `xt`; this is the engine's part
-      3. `reveal(logits_of)`    draws tokens and writes some of them into `xt`
+      1. `noise_level()`                the t on which the model is conditioned
+      2. a forward pass                 of the model over `xt`; this is the engine's part
+      3. `positions(model, hidden)`     where this step reveals tokens
+      4. `reveal(positions, logits)`    draws tokens there and writes them into `xt`
 
     Known tokens never change. Prompt and suffix must come out as they went in, and the model was trained on blocks
     whose unmasked tokens are the true ones: it cannot revise a token (the carry-over of masked diffusion).
@@ -108,64 +138,49 @@ class ActiveBlock:
     can record one step as a CUDA graph and replay it.
     """
 
-    def __init__(self, b, l, sampler, device, time_conditioning):
-        """A block of l tokens for each of b rows. time_conditioning: whether the model takes t."""
-        self.sampler, self.time_conditioning = sampler, time_conditioning
-        self.tokens_per_step = p = min(sampler.tokens_per_step, l)
+    def __init__(self, b, l, sampler, device):
+        """A block of l tokens for each of b rows."""
+        self.sampler, self.tokens_per_step = sampler, min(sampler.tokens_per_step, l)
         self.xt = torch.full((b, l), sampler.mask_id, device=device)           # known tokens, or the mask
-        self.t = torch.ones(b, dtype=torch.float64, device=device)
-
-        # `permutation` (b, l) lists the positions in the order in which they are revealed. Each step reads the next p
-        # entries. After the last one it begins again: these positions are known by then, so nothing happens there.
-        self.permutation = torch.arange(l, device=device).repeat(b, 1)
-        self.next_positions = self.permutation[:, :p].clone()                  # (b, p), where the next step reveals
+        self.permutation = torch.arange(l, device=device).repeat(b, 1)         # the order of revealing, see `start`
+        self.t = torch.ones(b, dtype=torch.float64, device=device)             # the clock of first_hitting
 
         # A draw is a function of its position in the block and of `key`, each entry (b,):
-        #   seed          of the row
-        #   n_revealed    entries of `permutation` that were read so far. It grows by p with each step, so draws are
-        #                 numbered by it.
-        #   begin         tokens of the row before this block. Without it, all blocks would get the same random numbers.
-        # `start` and `reveal` write n_revealed and begin in place, so `key` always holds the current ones.
-        self.n_revealed, self.begin = torch.zeros(2, b, dtype=torch.long, device=device)
-        self.key = (torch.tensor(sampler.seeds, device=device), self.n_revealed, self.begin)
+        #   seed     of the row
+        #   step     a number of the step. It grows by p, so that it also says where the step begins in `permutation`.
+        #   begin    tokens of the row before this block. Without it, all blocks would get the same random numbers.
+        self.step, self.begin = torch.zeros(2, b, dtype=torch.long, device=device)
+        self.key = (torch.tensor(sampler.seeds, device=device), self.step, self.begin)
 
     def start(self, xt, begin):
-        """Takes the next block: xt (b, l) holds known tokens or the mask; begin (b,) tokens come before it."""
-        l, is_masked = xt.size(1), xt == self.sampler.mask_id
+        """Takes the next block: xt (b, l) holds known tokens or the mask; begin (an int or (b,)) tokens come before."""
+        is_masked = xt == self.sampler.mask_id
         self.xt.copy_(xt)
-        self.begin.copy_(begin)
-        self.n_revealed.zero_()
-        self.t.copy_(is_masked.double().mean(1))        # first_hitting's clock starts here
+        self.begin.copy_(torch.as_tensor(begin))
+        self.step.zero_()
+        self.t.copy_(is_masked.double().mean(1))
         if self.sampler.decoder in IN_ORDER:
-            rank = ops.uniform(l, PERMUTATION_STREAM, *self.key)               # (b, l), in (0, 1)
-            # Known positions get rank 2 and come last, so each step meets masked positions until the row has none.
-            self.permutation.copy_(rank.masked_fill(~is_masked, 2).argsort(1))
-            self.next_positions.copy_(self.permutation[:, :self.tokens_per_step])
+            rank = ops.uniform(xt.size(1), PERMUTATION_STREAM, *self.key)      # (b, l)
+            # Known positions come last, so each step meets masked positions until the row has none.
+            self.permutation.copy_(rank.masked_fill(~is_masked, math.inf).argsort(1))
 
     def steps(self, n_masked):
         """
-        Yields once for each step that the block needs. n_masked: masked tokens of each row at the start, as ints on
-        the host. They say how many steps there will be, without waiting for the device. Only decoder=threshold reveals
-        a number of tokens that depends on the logits, so it asks the device before each step if a mask is left.
+        Yields once for each step that the block needs. n_masked: the most masked tokens of a row at the start, an int
+        on the host. It says how many steps there will be, without waiting for the device. Only where the number of
+        tokens of a step depends on the logits, the device is asked before each step if a mask is left.
 
         A row that has no masks left takes part in the remaining steps of the batch and does not change.
         """
-        if self.sampler.decoder == "threshold":
+        if self.sampler.decoder in AS_SURE:
             while (self.xt == self.sampler.mask_id).any():
                 yield
         else:
-            yield from range(math.ceil(max(n_masked) / self.tokens_per_step))
+            yield from range(math.ceil(n_masked / self.tokens_per_step))
 
-    def rewind(self):
-        """Goes back to the first positions; xt and t stay. For recording or timing a step many times."""
-        self.n_revealed.zero_()
-        self.next_positions.copy_(self.permutation[:, :self.tokens_per_step])
-
-    def next_noise_level(self):
-        """t (b,) fp64 for this step, or None if the model takes no t. Call it once for each step: first_hitting draws
-        the time of the next unmasking here."""
-        if not self.time_conditioning:
-            return None
+    def noise_level(self):
+        """t (b,) fp64 for this step. Call it once for each step: first_hitting draws the time of the next unmasking
+        here. A model without timestep conditioning needs no t."""
         is_masked = self.xt == self.sampler.mask_id
         if self.sampler.decoder == "first_hitting":
             # Time runs from t down to 0. Each of the m masked tokens is unmasked at a time that is uniform on (0, t),
@@ -176,93 +191,44 @@ class ActiveBlock:
         # In training a token is masked with probability t, so the masked fraction is an estimate of t.
         return is_masked.double().mean(1)
 
-    def positions(self):
-        """The positions (b, p) that this step reveals, where the decoder fixes them before the forward pass: the head
-        then runs on these alone. None where the logits of all positions decide."""
-        return self.next_positions if self.sampler.decoder in IN_ORDER else None
+    def next_in_order(self):
+        """The positions (b, p) that this step reveals, if they are known before the forward pass; else None."""
+        if self.sampler.decoder not in IN_ORDER:
+            return None
+        # After its last entry the permutation begins again: these positions are known by then, so nothing happens there.
+        entries = self.step[:, None] + torch.arange(self.tokens_per_step, device=self.step.device)     # (b, p)
+        return self.permutation.gather(1, entries % self.permutation.size(1))
 
-    def reveal(self, logits_of):
-        """Makes some tokens of xt known. logits_of(positions (b, m)) -> logits (b, m, v - 1) at these positions of the
-        block. The mask has no logit, so it is never drawn."""
-        sampler, positions = self.sampler, self.positions()
-        if positions is not None:
-            drawn = sampler.pick(logits_of(positions), positions, *self.key)   # (b, p)
-            # `positions` is self.next_positions itself, so this call also moves next_positions on, in place.
-            unmask_and_advance(self.xt, positions, drawn, sampler.mask_id, self.permutation, self.n_revealed)
-        else:
-            is_masked = self.xt == sampler.mask_id
-            drawn, is_chosen = self.draw_and_choose(logits_of, is_masked)      # (b, l) each
-            torch.where(is_chosen & is_masked, drawn, self.xt, out=self.xt)
-            # threshold may reveal more or fewer than p. Only the draws read n_revealed here, and they need no more
-            # than another number for each step.
-            self.n_revealed += self.tokens_per_step
+    def positions(self, model, hidden):
+        """
+        The positions (b, m) that this step reveals, given hidden states (b, l, d) of the block; those among them that
+        are known stay as they are. A row that reveals fewer than m repeats one. Nothing is drawn, and m does not depend
+        on the hidden states.
+        """
+        if (positions := self.next_in_order()) is not None:
+            return positions
+        # The window of a full-sequence model may have 65,536 positions: their logits at once would not fit in memory.
+        most = max(1, MAX_LOGITS // (self.sampler.mask_id + 1))
+        certainty = torch.cat([self.sampler.certainty(model.token_logits(x)) for x in hidden.split(most, 1)], 1)
+        certainty, order = certainty.where(self.xt == self.sampler.mask_id, -math.inf).sort(1, descending=True)
+        if self.sampler.decoder == "confidence":
+            return order[:, :self.tokens_per_step]
+        # The surest position is always revealed: else a step might reveal nothing, and the block would never end. It
+        # also stands where a row reveals no more.
+        return order.where(certainty >= self.sampler.threshold, order[:, :1])[:, :most]
 
-    def draw_and_choose(self, logits_of, is_masked):
-        """Draws a token for every position, and chooses which to reveal by the probability of the drawn token. Returns
-        drawn and is_chosen, both (b, l)."""
-        sampler, drawn, confidence = self.sampler, [], []
-        all_positions = torch.arange(is_masked.size(1), device=is_masked.device).expand_as(is_masked)   # (b, l)
-        # A full-sequence window may have 65,536 positions: all its logits at once would not fit in memory.
-        for positions in all_positions.split(max(1, MAX_LOGITS // (sampler.mask_id + 1)), 1):
-            logits = logits_of(positions)                                      # (b, m, v - 1)
-            tokens = sampler.pick(logits, positions, *self.key)                # (b, m)
-            # The model's own probability: temperature, top_k and top_p shape the draw, not the confidence.
-            probability = logits.softmax(-1, dtype=ops.at_least_fp32(logits.dtype))
-            drawn.append(tokens)
-            confidence.append(probability.gather(2, tokens[..., None])[..., 0])        # (b, m)
-        drawn, confidence = torch.cat(drawn, 1), torch.cat(confidence, 1)      # (b, l) each
-        confidence = confidence.where(is_masked, -1)    # below every probability: masked positions come first
-        if sampler.decoder == "threshold":
-            # The masked position with the most probable token is always revealed: else a step might reveal nothing, and
-            # the block would never end.
-            is_best = all_positions == confidence.argmax(1, keepdim=True)
-            return drawn, (confidence >= sampler.threshold) | is_best
-        best = confidence.topk(self.tokens_per_step, 1).indices                # (b, p)
-        return drawn, torch.zeros_like(is_masked).scatter_(1, best, True)
+    def reveal(self, positions, logits):
+        """Draws tokens at `positions` (b, m) from logits (b, m, v - 1) and makes them known."""
+        self.write(positions, self.sampler.pick(logits, positions, *self.key))
+
+    def write(self, positions, tokens):
+        """Ends a step: writes tokens (b, m) at `positions` (b, m) of xt, where it holds the mask."""
+        current = self.xt.gather(1, positions)                                 # (b, m)
+        self.xt.scatter_(1, positions, torch.where(current == self.sampler.mask_id, tokens, current))
+        self.step += self.tokens_per_step
 
 
 def select(x, positions):
-    """x (b, l, ...) at these positions of each row (b, m) -> (b, m, ...); all of x if positions is None. A denoising
-    step selects the positions that it may reveal: only they need logits."""
-    return x if positions is None else x[torch.arange(len(x), device=x.device)[:, None], positions]
-
-
-@ops.replaceable
-def unmask_and_advance(xt, positions, drawn, mask_id, permutation, n_revealed):
-    """
-    Two things, in one kernel on a GPU; all in place.
-      unmask     writes drawn (b, p) at `positions` (b, p) of the block xt (b, l), where xt holds mask_id
-      advance    n_revealed (b,) grows by p, and `positions` becomes the p entries of permutation (b, l) from there
-                 on, counted modulo l
-    """
-    p, current = positions.size(1), xt.gather(1, positions)                    # (b, p)
-    xt.scatter_(1, positions, torch.where(current == mask_id, drawn, current))
-    n_revealed += p
-    entries = n_revealed[:, None] + torch.arange(p, device=positions.device)   # (b, p)
-    positions.copy_(permutation.gather(1, entries % permutation.size(1)))
-
-
-@torch.no_grad()
-def generate_naive(model, prompt, length, sampler):
-    """
-    Generation without a cache: every denoising step runs all blocks through the training path. Slow, obvious, and the
-    definition: `sample.generate` must return the same tokens, and the tests check that it does. prompt (b, m) ->
-    (b, m + length).
-    """
-    config, tokens, total = model.config, prompt, prompt.size(1) + length
-    l = config.block_of(total)
-    while tokens.size(1) < total:
-        begin = tokens.size(1) // l * l
-        finished, known = tokens[:, :begin], tokens[:, begin:]
-        xt = tokens.new_full((len(tokens), l), config.mask_id)                 # (b, l)
-        xt[:, :known.size(1)] = known
-        block = ActiveBlock(len(tokens), l, sampler, tokens.device, time_conditioning=True)    # t is needed below
-        block.start(xt, torch.tensor(begin))
-        for _ in block.steps([l - known.size(1)]):
-            # x is both x0 and xt: finished blocks have no noise, and the clean stream stops before the last block,
-            # so it never reads the masks there.
-            x, t = torch.cat([finished, block.xt], 1), block.next_noise_level()            # (b, begin + l), (b,)
-            hidden = model.all_block_hidden(x, x, t[:, None].expand(-1, x.size(1) // l))       # (b, begin + l, d)
-            block.reveal(lambda positions: model.token_logits(select(hidden[:, begin:], positions)))
-        tokens = torch.cat([finished, block.xt], 1)
-    return tokens[:, :total]
+    """x (b, l, ...) at these positions of each row (b, m) -> (b, m, ...). A step makes logits only where it needs
+    them: they are v wide."""
+    return x[torch.arange(len(x), device=x.device)[:, None], positions]

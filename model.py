@@ -617,10 +617,11 @@ class BlockDiffusionLM(nn.Module):
         return Cache(layers, torch.zeros(batch, dtype=torch.long, device=weight.device), max_len)
 
     @torch.no_grad()
-    def prefill(self, x0, cache, chunk_tokens=4096):
+    def prefill(self, x0, cache, chunk_tokens=4096, progress=iter):
         """Appends finished blocks x0 (b, m) to the cache; m is a multiple of the block length. About chunk_tokens
         tokens of all rows together go through the model at a time, because kernels fail at tensors of 2^31 elements.
         The cache does not depend on it, up to rounding: a chunk is whole blocks, and tokens see no later block.
+        progress wraps the list of chunks, such as tqdm.
         Raises UserError for a full-sequence model, for parts of blocks, and if the cache is too small."""
         if x0.size(1) == 0:
             return
@@ -633,7 +634,7 @@ class BlockDiffusionLM(nn.Module):
                             f"more; make it with a larger max_len")
         chunk = max(chunk_tokens // (l * len(x0)), 1) * l
         cond = self.condition_clean()
-        for x in x0.split(chunk, 1):
+        for x in progress(x0.split(chunk, 1)):
             h, rope = self.embed(x), self.rope_after(cache.lengths, x.size(1))             # h (b, up to chunk, d)
             for layer, state in zip(self.layers, cache.layers):
                 h = layer.extend(h, cond, state, cache.lengths, rope, l)

@@ -12,6 +12,8 @@ batch (one row for each sample), l the tokens of a block, m any number of tokens
 """
 import codecs
 import collections
+import functools
+import math
 import signal
 import sys
 import time
@@ -21,7 +23,7 @@ import torch
 import ops
 from checkpoint import (config_from_file, copy_row, fingerprint, load_prompt, open_checkpoint, save_prompt, tokenizer_of)
 from configurator import UserError, check, check_out, configure, script, tqdm
-from decoders import ActiveBlock, Sampler, check_decoder, select, usual_tokens_per_step
+from decoders import ActiveBlock, Sampler, check_decoder, select
 from model import BlockDiffusionLM, cast_for_inference
 from parallel import has_fast, pick_device, pick_dtype, select_kernels
 
@@ -65,13 +67,12 @@ class SimpleEngine:
 
     def __init__(self, model, cache, sampler, block_len):
         self.model, self.cache, self.passes = model, cache, 0
-        self.block = ActiveBlock(len(sampler.seeds), block_len, sampler, cache.lengths.device,
-                                 model.config.time_conditioning)
+        self.block = ActiveBlock(len(sampler.seeds), block_len, sampler, cache.lengths.device)
 
     def decode(self, xt, n_masked, on_step=None):
         """
-        Unmasks one block. xt (b, l): known tokens, which never change, or the mask. n_masked: how many masks each row
-        has, a list of ints. on_step(xt) is called after every step. Returns x0 (b, l); the next call overwrites it.
+        Unmasks one block. xt (b, l): known tokens, which never change, or the mask. n_masked: the most masks of a row,
+        an int. on_step(xt) is called after every step. Returns x0 (b, l); the next call overwrites it.
         """
         # The block begins where the cached prefix ends.
         self.block.start(xt, begin=self.cache.lengths)
@@ -83,10 +84,11 @@ class SimpleEngine:
 
     def step(self):
         """One denoising step. It reads the cache and does not write to it: the block's tokens are not final yet."""
-        t = self.block.next_noise_level()                                      # (b,) or None
-        hidden = self.model.denoise_hidden(self.block.xt, self.cache, t)       # (b, l, d)
-        # `reveal` says at which positions it needs logits. Logits are v wide, so they are made only there.
-        self.block.reveal(lambda positions: self.model.token_logits(select(hidden, positions)))
+        model, block = self.model, self.block
+        t = block.noise_level() if model.config.time_conditioning else None    # (b,)
+        hidden = model.denoise_hidden(block.xt, self.cache, t)                 # (b, l, d)
+        positions = block.positions(model, hidden)                             # (b, m), where this step reveals
+        block.reveal(positions, model.token_logits(select(hidden, positions)))
         self.passes += 1
 
     def commit(self, x0):
@@ -142,55 +144,51 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
     on_step(xt) after each denoising step. cache: of one row, as `read` fills it, with the first tokens of every prompt,
     which are then not read again. Raises UserError for a request that cannot be served, before any work.
     """
-    device = model.embed.weight.device
-    totals = [len(p) + length + len(suffix) for p in prompts]
+    device, mask, suffix = model.embed.weight.device, sampler.mask_id, torch.as_tensor(suffix).tolist()
     l, starts, n_blocks = plan(model.config, prompts, length, len(suffix))
     if len(sampler.seeds) != len(prompts):
         raise UserError(f"the sampler has {len(sampler.seeds)} seeds; give it {len(prompts)}, one for each prompt")
     assert cache is None or int(cache.lengths) <= min(starts), "a prompt is shorter than what the cache holds of it"
+
     # A block is committed so that the blocks after it can see it. No block comes after the last one, so it is never
     # committed, and the rows need no room for it.
     rows_cache = model.new_cache(len(prompts), max(starts) + (n_blocks - 1) * l, l)
-    block_engine = new_engine(model, rows_cache, sampler, l)
-    rows = [prompt.tolist() for prompt in prompts]      # the tokens of each row so far
-    heads = [row[:start] for row, start in zip(rows, starts)]      # whole blocks, which the cache will hold
-    for i, (prompt, head) in enumerate(zip(prompts, heads)):
-        same = heads.index(head)                        # the first row with these whole blocks; later ones copy it
-        known = rows_cache.rows(same, same + 1) if same < i else cache
-        read(model, prompt[:len(head)], rows_cache.rows(i, i + 1), known)
+    engine = new_engine(model, rows_cache, sampler, l)
+    read_rows(model, [prompt[:start] for prompt, start in zip(prompts, starts)], rows_cache, cache)
+
     # The first active block of a row begins with what the prompt has after its last whole block. The suffix is known,
     # too: a masked position sees both sides.
-    mask, suffix = sampler.mask_id, torch.as_tensor(suffix).tolist()
+    rows = [prompt.tolist() for prompt in prompts]      # the tokens of each row so far
     blocks = [(row[start:] + [mask] * length + suffix + [mask] * l)[:l] for row, start in zip(rows, starts)]
-    n_masked = [block.count(mask) for block in blocks]
+    n_masked = max(block.count(mask) for block in blocks)
     active = torch.tensor(blocks, device=device)        # (b, l)
+    n_known = [len(row) - start for row, start in zip(rows, starts)]       # tokens of the block that the row has
+    n_left = [length + len(suffix)] * len(rows)         # tokens that the row still lacks; 0: it has ended
     started = now(device)
 
     # While block k is unmasked, the cache holds keys, values and states of the first starts[i] + k l tokens of row i,
     # which are all final. (A fast engine commits block k - 1 together with the first step of block k.) Rows may start
     # at different tokens; their blocks are unmasked side by side.
-    for k in range(n_blocks):
-        x0 = block_engine.decode(active, n_masked, on_step)                    # (b, l), no mask left
-        # tolist waits for the device. With CUDA graphs only decoder=threshold waits elsewhere (ActiveBlock.steps).
+    while True:
+        x0 = engine.decode(active, n_masked, on_step)                          # (b, l), no mask left
+        # tolist waits for the device. With CUDA graphs it waits elsewhere only in ActiveBlock.steps.
         for i, block in enumerate(x0.tolist()):
-            # Positions first..end-1 of the block are new: those after all tokens that the row has, up to its last one.
-            # If the row has ended, first = end and nothing is new, while the batch runs on for the other rows.
-            begin = starts[i] + k * l
-            first, end = len(rows[i]) - begin, totals[i] - begin
-            new = block[first:end]
+            new = block[n_known[i]:][:n_left[i]]
             if stop_token in new:
                 new = new[:new.index(stop_token) + 1]
-                totals[i] = len(rows[i]) + len(new)
+                n_left[i] = len(new)
             rows[i] += new
+            n_left[i] -= len(new)
             if on_block:
                 on_block(i, new)
-        if [len(row) for row in rows] == totals:        # at the last block at the latest
+        if not any(n_left):                             # at block n_blocks at the latest
             break
-        block_engine.commit(x0)
+
+        engine.commit(x0)
         active.fill_(mask)
-        n_masked = [l] * len(rows)
+        n_masked, n_known = l, [0] * len(rows)
     rows = [torch.tensor(row) for row in rows]
-    return Generation(rows, block_engine.passes, now(device) - started, rows_cache.nbytes)
+    return Generation(rows, engine.passes, now(device) - started, rows_cache.nbytes)
 
 
 def now(device):
@@ -234,11 +232,19 @@ def read(model, tokens, cache, known=None):
     row with the first of them, which is copied. Shows a bar, see BAR."""
     if known is not None:
         copy_row(known, cache)
-    l, held, device = model.config.block_len, int(cache.lengths), cache.lengths.device
-    chunk = max(4096 // l, 1) * l                       # tokens that the model takes at a time: whole blocks
-    for i in tqdm(range(held, len(tokens), chunk), "reading the prompt", unit=" chunks", disable=None, **BAR):
-        model.prefill(tokens[None, i:i + chunk].to(device), cache)
+    rest = tokens[None, int(cache.lengths):].to(cache.lengths.device)          # (1, those that the cache lacks)
+    model.prefill(rest, cache, progress=functools.partial(
+        tqdm, desc="reading the prompt", unit=" chunks", disable=None, **BAR))
     return cache
+
+
+def read_rows(model, prefixes, cache, known=None):
+    """Fills row i of a cache with prefixes[i] (m,). Rows with the same prefix are read once. known: as for `read`."""
+    first = {}                                          # prefix -> the first row with it
+    for i, prefix in enumerate(prefixes):
+        row, text = cache.rows(i, i + 1), tuple(prefix.tolist())
+        read(model, prefix, row, first.get(text, known))
+        first.setdefault(text, row)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -334,7 +340,7 @@ def main():
         tokens = torch.tensor([tokenizer.eot_token])
     suffix_tokens = tokenizer.encode_ordinary(suffix)
     l, (start,), _ = plan(c, [tokens], length, len(suffix_tokens))
-    per_step = tokens_per_step or usual_tokens_per_step(c, length)
+    per_step = tokens_per_step or math.ceil(c.block_of(length) / 16)           # then a block takes 16 steps or fewer
     sampler = Sampler([seed + i for i in range(num_samples)], decoder, per_step, threshold, temperature, top_k, top_p,
                       mask_id=c.mask_id)
     model, new_engine = open_engine(engine, model, weight_dtype)

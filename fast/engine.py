@@ -15,6 +15,31 @@ import torch
 import ops
 from configurator import UserError
 from decoders import ActiveBlock, select
+from fast import plain
+
+
+class FastBlock(ActiveBlock):
+    """An ActiveBlock in which the positions of the next step, where their order is known, lie ready in a tensor. One
+    kernel writes the tokens of a step and looks these positions up."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.next_positions = super().next_in_order()   # (b, p) or None
+
+    def start(self, xt, begin):
+        super().start(xt, begin)
+        if self.next_positions is not None:
+            self.next_positions.copy_(self.permutation[:, :self.tokens_per_step])
+
+    def next_in_order(self):
+        return self.next_positions
+
+    def write(self, positions, tokens):
+        if self.next_positions is None:
+            super().write(positions, tokens)
+        else:                                           # `positions` are next_positions
+            plain.unmask_and_advance(self.xt, self.next_positions, tokens, self.sampler.mask_id, self.permutation,
+                                     self.step)
 
 
 class FastEngine:
@@ -27,8 +52,7 @@ class FastEngine:
     def __init__(self, model, cache, sampler, block_len, record):
         """model: from inference_model; cache: an empty one; record: whether to record steps as CUDA graphs."""
         self.model, self.cache, self.passes, self.block_len = model, cache, 0, block_len
-        self.block = ActiveBlock(len(sampler.seeds), block_len, sampler, cache.lengths.device,
-                                 model.config.time_conditioning)
+        self.block = FastBlock(len(sampler.seeds), block_len, sampler, cache.lengths.device)
         self.pending_block, self.has_pending = self.block.xt.clone(), False
         self.graphs = {}                                # whether the step also commits -> its CUDA graph
         self.rope = model._rope                         # graphs read this table, so it must live as long as they do
@@ -76,25 +100,25 @@ class FastEngine:
             self.passes += 1
 
     def denoise(self, commit):
-        """The work of one step, plain or recorded. The last layer and the head compute only the positions `at` that
-        the step may reveal; at is None when they are not known beforehand."""
-        block, at = self.block, self.block.positions()
-        t = block.next_noise_level()
+        """The work of one step, plain or recorded. The last layer computes only the positions `at` that the step
+        reveals; at is None when they are not known beforehand."""
+        model, block, at = self.model, self.block, self.block.next_in_order()
+        t = block.noise_level() if model.config.time_conditioning else None
         if commit:
-            hidden = self.model.commit_and_denoise_hidden(self.pending_block, block.xt, self.cache, t, at)
+            hidden = model.commit_and_denoise_hidden(self.pending_block, block.xt, self.cache, t, at)
         else:
-            hidden = self.model.denoise_hidden(block.xt, self.cache, t, at)
-        # If `at` was given, `reveal` asks for exactly these positions, which are what hidden has. Else hidden has the
-        # whole block, and `reveal` may ask for all of it at once.
-        block.reveal(lambda asked: self.model.token_logits(
-            hidden if asked.size(1) == hidden.size(1) else select(hidden, asked)))
+            hidden = model.denoise_hidden(block.xt, self.cache, t, at)
+        if at is None:                                  # hidden has the whole block
+            at = block.positions(model, hidden)
+            hidden = select(hidden, at)
+        block.reveal(at, model.token_logits(hidden))
 
     def capture(self):
         """Records a step without and a step with a commit. The cache must be empty, and is empty afterwards. All lazy
         compilation, tuning and loading happens here, so the first block is as fast as the others."""
         kinds = (False, True) if self.cache.max_len else (False,)      # without a cache nothing is committed
         # Positions must not depend on what kernels compute that do not run.
-        if "cached_attention" in ops.FAST and self.block.positions() is not None:
+        if "cached_attention" in ops.FAST and self.block.next_in_order() is not None:
             from fast.triton_tools import compile_first
             compile_first(lambda: [self.denoise(commit) for commit in kinds])
         self.block.start(self.block.xt.clone(), self.begin)
@@ -103,20 +127,16 @@ class FastEngine:
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(2):                      # the first run compiles and tunes
-                    self.clear()
+                    self.cache.clear()
                     self.denoise(commit)
             torch.cuda.current_stream().wait_stream(side)
-            self.clear()
+            self.cache.clear()
             # If the recording fails, its stream stays the current one; the outer context restores ours.
             with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
                 self.denoise(commit)
             self.graphs[commit] = graph
-            self.clear()
+            self.cache.clear()
             graph.replay()                              # the first replay uploads the graph
-        self.clear()
-
-    def clear(self):
-        self.block.rewind()
         self.cache.clear()
 
 

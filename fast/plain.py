@@ -1,7 +1,7 @@
 """
 Plain twins of the operations that only the fast engines use: both directions of a Mamba layer at once, a finished block
-and the active block in one pass, sums of partial products. There is no Triton here: the fused engine runs these
-functions on a CPU and with --kernels=torch.
+and the active block in one pass, sums of partial products, the end of a step. There is no Triton here: the fused engine
+runs these functions on a CPU and with --kernels=torch.
 
     python -m pytest tests/kernels/test_engines.py
 """
@@ -85,6 +85,20 @@ def rotate_block(qkv, table, lengths, k_cache=None, v_cache=None):
         k_cache[rows, :, at[:len(rows)]] = k[:len(rows)]                       # (r / 2, l, h, e) on both sides
         v_cache[rows, :, at[:len(rows)]] = qkv[:len(rows), :, 2]
     return q, k
+
+
+@replaceable
+def unmask_and_advance(xt, positions, drawn, mask_id, permutation, step):
+    """
+    decoders.ActiveBlock.write, and then its next_in_order. Writes drawn (b, p) at `positions` (b, p) of the block
+    xt (b, l), where it holds mask_id. step (b,) grows by p, and `positions` becomes the p entries of permutation (b, l)
+    from there on, counted modulo l. All in place.
+    """
+    p, current = positions.size(1), xt.gather(1, positions)                    # (b, p)
+    xt.scatter_(1, positions, torch.where(current == mask_id, drawn, current))
+    step += p
+    entries = step[:, None] + torch.arange(p, device=positions.device)         # (b, p)
+    positions.copy_(permutation.gather(1, entries % permutation.size(1)))
 
 
 def join_parts(parts, power=None):

@@ -7,7 +7,7 @@ Triton kernels: the small ones of a denoising step. Inference only.
   uniform         replaces ops.uniform by one kernel. In PyTorch, Philox's ten rounds are more than a hundred kernels.
   gumbel_argmax   replaces ops.gumbel_argmax. The noise is computed in registers, so memory traffic is one read of the
                   logits. Noise is fp32, with full relative precision even in its tail, where it is large.
-  unmask_and_advance    replaces that of decoders: writes drawn tokens over masks and looks up the next positions
+  unmask_and_advance    replaces that of plain.py: writes drawn tokens over masks and looks up the next positions
 
 Without a GPU, Triton's interpreter tests them:
 
@@ -185,18 +185,18 @@ def best_kernel(value, index, out, shares, v, S: tl.constexpr):
 
 
 @triton.jit
-def unmask_kernel(xt, positions, drawn, permutation, n_revealed, mask, l, p, P: tl.constexpr):
-    """Writes the p drawn tokens of one row over masks. n_revealed grows by p, and `positions` gets the next ones."""
+def unmask_kernel(xt, positions, drawn, permutation, step, mask, l, p, P: tl.constexpr):
+    """Writes the p drawn tokens of one row over masks. step grows by p, and `positions` gets the next ones."""
     row, j = tl.program_id(0).to(tl.int64), tl.arange(0, P)
     ok = j < p
     ptr = xt + row * l + tl.load(positions + row * p + j, mask=ok, other=0)
     held = tl.load(ptr, mask=ok, other=0)
     tl.store(ptr, tl.load(drawn + row * p + j, mask=ok, other=0), mask=ok & (held == mask))
-    revealed = tl.load(n_revealed + row) + p
-    after = tl.load(permutation + row * l + (revealed + j) % l, mask=ok, other=0)
-    tl.debug_barrier()  # all threads have read `positions` and n_revealed before they are overwritten
+    begin = tl.load(step + row) + p                     # of the next step, in `permutation`
+    after = tl.load(permutation + row * l + (begin + j) % l, mask=ok, other=0)
+    tl.debug_barrier()  # all threads have read `positions` and step before they are overwritten
     tl.store(positions + row * p + j, after, mask=ok)
-    tl.store(n_revealed + row, revealed)
+    tl.store(step + row, begin)
 
 
 def uniform(n, stream, seed, step, begin):
@@ -220,10 +220,10 @@ def gumbel_argmax(logits, positions, seed, step, begin):
     return out
 
 
-def unmask_and_advance(xt, positions, drawn, mask_id, permutation, n_revealed):
-    """As decoders.unmask_and_advance: xt (b, l), positions and drawn (b, p), permutation (b, l), n_revealed (b,), all
-    int64 and contiguous. Writes into xt, positions and n_revealed."""
-    tensors, p = (xt, positions, drawn, permutation, n_revealed), positions.shape[1]
+def unmask_and_advance(xt, positions, drawn, mask_id, permutation, step):
+    """As plain.unmask_and_advance: xt (b, l), positions and drawn (b, p), permutation (b, l), step (b,), all int64 and
+    contiguous. Writes into xt, positions and step."""
+    tensors, p = (xt, positions, drawn, permutation, step), positions.shape[1]
     assert all(u.is_contiguous() for u in tensors) and drawn.shape == positions.shape
     unmask_kernel[len(xt),](
         *tensors, mask_id, xt.shape[1], p, P=triton.next_power_of_2(p))

@@ -4,6 +4,7 @@ or dark mode.
 
     python -m tools.unmasking --checkpoint=assets/novelist --decoder=confidence --prompt="The old house " --length=200
 """
+import math
 import re
 from xml.sax.saxutils import escape
 
@@ -11,7 +12,7 @@ import torch
 
 from configurator import check_out, write_file
 from configurator import check, configure, script
-from decoders import Sampler, usual_tokens_per_step
+from decoders import Sampler
 from paper import kind_of
 from parallel import pick_device, pick_dtype, select_kernels
 from checkpoint import open_checkpoint
@@ -43,7 +44,7 @@ def record():
     c, ids = model.config, tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
     l = c.block_len
     count = length or (1 if c.full_sequence else 2) * l - len(ids) % l         # a block model: at least one whole block
-    sampler = Sampler([seed], decoder, tokens_per_step or usual_tokens_per_step(c, count), mask_id=c.mask_id)
+    sampler = Sampler([seed], decoder, tokens_per_step or math.ceil(c.block_of(count) / 16), mask_id=c.mask_id)
     model, new_engine = open_engine("auto", model, pick_dtype("auto", dev))
     masks = []                                          # after every step: which positions of the block are masked
     done = generate(model, [torch.tensor(ids)], count, sampler, new_engine,

@@ -239,8 +239,8 @@ def test_the_host_never_waits_inside_a_block(decoder):
         assert blocks.name == engine
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            blocks.commit(blocks.decode(masks, [64, 64]))
-            x0 = blocks.decode(masks, [64, 64])
+            blocks.commit(blocks.decode(masks, 64))
+            x0 = blocks.decode(masks, 64)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         return x0, blocks

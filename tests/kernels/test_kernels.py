@@ -307,7 +307,7 @@ def test_dispatched_attention_takes_several_blocks(monkeypatch):
 def test_every_replacement_has_the_name_and_the_arguments_of_what_it_replaces(monkeypatch):
     monkeypatch.setattr(ops, "FAST", {})
     assert "Triton" in fast.select(DEVICE)
-    originals = {f.plain.__qualname__: f for module in (ops, decoders, plain, Mamba2) for f in vars(module).values()
+    originals = {f.plain.__qualname__: f for module in (ops, plain, Mamba2) for f in vars(module).values()
                  if inspect.isfunction(f) and hasattr(f, "plain")}
     assert ops.FAST.keys() == originals.keys()
     for name, f in ops.FAST.items():
@@ -510,7 +510,7 @@ def test_unmask_equals_its_twin(l, p):
     mask, order, revealed = 5000, randn(2, l).argsort(1), torch.tensor([0, l - 2], device=DEVICE)
     xt = torch.where(torch.arange(2 * l, device=DEVICE).view(2, l) % 2 > 0, 7, mask)
     at, drawn, results = order[:, :p].contiguous(), torch.arange(2 * p, device=DEVICE).view(2, p), []
-    for unmask in (decoders.unmask_and_advance, step.unmask_and_advance):
+    for unmask in (plain.unmask_and_advance.plain, step.unmask_and_advance):
         results.append([xt.clone(), at.clone(), revealed.clone()])
         unmask(*results[-1][:2], drawn, mask, order, results[-1][2])
     assert all(map(torch.equal, *results)) and (p == 1 or not torch.equal(results[0][0], xt))
