@@ -134,7 +134,7 @@ class InferenceMamba:
         dt = proj[..., 2 * inner:2 * (inner + h)].unflatten(-1, (2, h))        # (b, l, 2, h)
         columns = conv                                  # (b, w - 1, c): what the convolution sees before each row
         if commit:
-            end = xBC[:len(u) // 2, -conv.size(1):, 0]
+            end = xBC[:len(u) // 2, xBC.size(1) - conv.size(1):, 0]
             columns = torch.cat([conv, end])
             conv.copy_(end)
         xBC = plain.causal_conv_both(xBC, self.conv_weight, self.conv_bias, columns)

@@ -111,20 +111,20 @@ def test_an_engine_that_cannot_run_and_what_a_prepared_model_cannot_do_is_refuse
         model.denoise(xt[:, :4], model.new_cache(3, 8), t[:, 0])
 
 
-@pytest.mark.parametrize("name, n_layer, reverse_scan, longest", [
-    *((name, n_layer, True, 512) for name in ARCHITECTURES for n_layer in (3, 4)), ("mamba_h", 4, False, 512),
-    ("mamba_h", 4, True, 4)])
+@pytest.mark.parametrize("name, longest, changes", [
+    *((name, 512, dict(n_layer=n)) for name in ARCHITECTURES for n in (3, 4)),
+    ("mamba_h", 512, dict(reverse_scan=False)), ("mamba_h", 512, dict(conv_width=1)), ("mamba_h", 4, {})])
 @pytest.mark.parametrize("cut_on", [(), ("cpu",)])
 @both_times
-def test_weights_prepared_for_inference_compute_the_same_function(monkeypatch, name, n_layer, reverse_scan, longest,
-                                                                  cut_on, time_conditioning):
+def test_weights_prepared_for_inference_compute_the_same_function(monkeypatch, name, longest, changes, cut_on,
+                                                                  time_conditioning):
     """Modulation is folded, products are whole or cut, and the directions of Mamba layers are merged, but not if there
     is one direction only, or a block is several rows of the scan. Denoising, committing and both at once, at all
     positions or at some. A hybrid of 3 layers ends in attention, one of 4 in Mamba."""
     monkeypatch.setattr(plain, "SCAN_ROW", longest)
     monkeypatch.setattr(inference, "CUT_ON", cut_on)
     monkeypatch.setattr(inference, "LONG_SUM", 64)
-    model = make_model(name, n_layer=n_layer, time_conditioning=time_conditioning, reverse_scan=reverse_scan)
+    model = make_model(name, time_conditioning=time_conditioning, **changes)
     x0, xt, t = make_batch(model)
     logits = model.all_block_logits(x0, xt, t)
     model = inference_model(model, torch.float64)
