@@ -263,7 +263,7 @@ class Mamba2(nn.Module):
         self.out_proj = nn.Linear(di, d, bias=False)
 
     @ops.replaceable
-    def forward(self, u, conv=None, ssm=None, block_len=None, want_states=True):
+    def forward(self, u, conv=None, ssm=None, states_every=None, want_states=True):
         """
         Scans r rows of s tokens, each from a boundary state, or from zeros where it is None.
 
@@ -271,9 +271,9 @@ class Mamba2(nn.Module):
           conv   (r, w - 1, c)    the convolution's input at the w - 1 positions before. w: conv_width, c: d_inner + 2 n
           ssm    (r, h, p, n)     the state of the scan
 
-        Returns y (r, s, d) and the boundary states before each of the k = s / block_len blocks and after the last one:
-        convs (r, k + 1, w - 1, c) and ssms (r, k + 1, h, p, n). block_len None: one block. want_states False: the
-        caller does not use the states, and they may be None.
+        Returns y (r, s, d) and n_states = s / states_every + 1 boundary states: the first one, and one after every
+        states_every positions (None: after all s). They are convs (r, n_states, w - 1, c) and ssms (r, n_states, h, p,
+        n). want_states False: the caller does not use the states, and they may be None.
         """
         di, n = self.d_inner, self.d_state
 
@@ -286,7 +286,7 @@ class Mamba2(nn.Module):
         # 2. Convolve. The last w - 1 inputs of a block are the state from which the next block starts.
         if conv is None:
             conv = xBC.new_zeros(len(u), self.conv_weight.size(1) - 1, xBC.size(-1))
-        convs = ops.conv_boundaries(xBC, conv, block_len) if want_states else None
+        convs = ops.conv_boundaries(xBC, conv, states_every) if want_states else None
         x, B, C = ops.causal_conv(xBC, self.conv_weight, self.conv_bias, conv).split([di, n, n], -1)
         # x (r, s, d_inner); B, C (r, s, n)
 
@@ -294,8 +294,9 @@ class Mamba2(nn.Module):
         dtype = ops.at_least_fp32(u.dtype)
         dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))                 # (r, s, h)
         A = -torch.exp(self.A_log.to(dtype))                                   # (h,)
-        y, ssms = ops.ssd_scan(x.unflatten(-1, (self.heads, -1)), dt, A, B, C, self.D,
-                               ssm, block_len, self.chunk_len, want_states)    # (r, s, h, p), (r, k + 1, h, p, n)
+        y, ssms = ops.ssd_scan(x.unflatten(-1, (self.heads, -1)), dt, A, B, C, self.D, initial_state=ssm,
+                               states_every=states_every, chunk_len=self.chunk_len, want_states=want_states)
+        # y (r, s, h, p); ssms (r, n_states, h, p, n)
 
         # 4. Gate, normalise, project back.
         y = ops.gated_norm(y.flatten(2), z, self.norm_weight)                  # (r, s, d_inner)
@@ -334,7 +335,7 @@ class BiMamba(nn.Module):
         # Clean tokens have no reverse scan: one over the whole prefix would read later blocks, and could not be
         # cached. One inside each clean block could be cached, but the paper caches the forward scan alone.
         # convs (b, k, w - 1, c) and ssms (b, k, h, p, n), not k + 1: there are only k - 1 clean blocks.
-        y, convs, ssms = self.fwd(clean, block_len=noisy.size(1))
+        y, convs, ssms = self.fwd(clean, states_every=noisy.size(1))
         if self.detach_prefix:
             convs, ssms = convs.detach(), ssms.detach()
         # All noisy blocks run as one batch of b * k rows, each from its own state. Without detach_prefix, a block's
@@ -344,7 +345,7 @@ class BiMamba(nn.Module):
     def extend(self, u, state, lengths, rope, block_len):
         """Finished blocks u (b, m, d) -> (b, m, d): continues the forward scan; its last state replaces the cached one.
         lengths, rope and block_len are unused: the state stands for the prefix."""
-        # No block_len: only the state after the last token is needed.
+        # No states_every: only the state after the last token is needed.
         y, convs, ssms = self.fwd(u, *state)                                   # (b, 2, w - 1, c), (b, 2, h, p, n)
         for cached, states in zip(state, (convs, ssms)):
             cached.copy_(states[:, -1])

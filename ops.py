@@ -68,17 +68,17 @@ def at_least_fp32(dtype):
 # ----------------------------------------------------------------------------------------------
 # The state-space scan.  s_i = exp(dt_i A) s_{i-1} + dt_i x_i B_i^T,   y_i = s_i C_i + D x_i
 
-def ssd_scan_ref(x, dt, A, B, C, D, initial_state=None, block_len=None):
+def ssd_scan_ref(x, dt, A, B, C, D, initial_state=None, states_every=None):
     """
     The scan as a loop over positions: the definition, against which every other version is tested.
 
     x (b, s, h, p); dt (b, s, h) step sizes > 0; A (h,) < 0; B, C (b, s, n) shared by all heads; D (h,); initial_state
-    (b, h, p, n) or None for zeros; block_len divides s, or None for one block. Returns y (b, s, h, p) in x.dtype, and
-    states (b, k + 1, h, p, n) in fp32 or better: the state before each of the k = s / block_len blocks, and the one
-    after the last block.
+    (b, h, p, n) or None for zeros. Returns y (b, s, h, p) in x.dtype, and states (b, n_states, h, p, n) in fp32 or
+    better, n_states = s / states_every + 1: the initial one, and one after every states_every positions (None: after
+    all s).
     """
     s, dtype = x.size(1), at_least_fp32(x.dtype)
-    xs, dt, Bs, Cs = (v.to(dtype) for v in (x, dt, B, C))
+    xs, dt, Bs, Cs = (u.to(dtype) for u in (x, dt, B, C))
     A, D = A.to(dtype), D.to(dtype)
     state = _initial(initial_state, x, B, dtype)
     states, ys = [state], []
@@ -87,85 +87,88 @@ def ssd_scan_ref(x, dt, A, B, C, D, initial_state=None, block_len=None):
         update = (dt[:, i, :, None] * xs[:, i])[..., None] * Bs[:, i, None, None, :]            # (b, h, p, n)
         state = decay[..., None, None] * state + update                        # (b, h, p, n)
         ys.append((state * Cs[:, i, None, None, :]).sum(-1) + D[..., None] * xs[:, i])          # (b, h, p)
-        if (i + 1) % (block_len or s) == 0:
+        if (i + 1) % (states_every or s) == 0:
             states.append(state)
     return torch.stack(ys, 1).to(x.dtype), torch.stack(states, 1)
 
 
 @replaceable
-def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=128, want_states=True):
+def ssd_scan(x, dt, A, B, C, D, initial_state=None, states_every=None, chunk_len=128, want_states=True):
     """
     The same function as `ssd_scan_ref`, as matrix products over chunks of at most chunk_len positions (state-space
     duality, Dao & Gu 2024). Differentiable in every tensor argument. With want_states=False the states are None, and
     the state after the last chunk is not computed.
     """
     b, s, h, p = x.shape
-    l = block_len or s
-    assert s % l == 0, f"{s} positions are not whole blocks of {block_len}"
-    # Each block is cut into the fewest chunks of at most chunk_len positions: c chunks in all, of q positions each. The
-    # last chunk of a block is filled up with positions that leave the state as it is, because their dt is 0.
-    # l = 200, chunk_len = 128: two chunks of 100, fill 0. l = 7, chunk_len = 4: two chunks of 4, fill 1.
-    q = math.ceil(l / math.ceil(l / chunk_len))
-    fill = -l % q
+    stretch = states_every or s
+    assert s % stretch == 0, f"{s} positions are not a multiple of states_every = {states_every}"
+    # Between two returned states there is a stretch of positions. Each is cut into the fewest chunks of at most
+    # chunk_len positions, so a stretch of 256 is two chunks of 128, and one of 200 two of 100. If that leaves a rest,
+    # the last chunk of a stretch is filled up with positions that leave the state as it is, because their dt is 0:
+    # with chunk_len = 4, a stretch of 7 is two chunks of 4, fill 1. Usually fill is 0.
+    chunk = math.ceil(stretch / math.ceil(stretch / chunk_len))
+    fill = -stretch % chunk
     dtype = at_least_fp32(x.dtype)
 
-    def in_chunks(v):
-        """v (b, s, ...) -> (b, c, q, features)."""
-        v = F.pad(v.flatten(2).unflatten(1, (-1, l)), (0, 0, 0, fill))         # (b, k, l + fill, features)
-        return v.flatten(1, 2).unflatten(1, (-1, q))
+    def in_chunks(u):
+        """u (b, s, ...) -> (b, n_chunks, chunk, features)."""
+        u = F.pad(u.flatten(2).unflatten(1, (-1, stretch)), (0, 0, 0, fill))   # a row for each stretch
+        return u.flatten(1, 2).unflatten(1, (-1, chunk))
 
     with torch.autocast(x.device.type, enabled=False):
-        xs, dt, B, C = (v.to(dtype) for v in (x, dt, B, C))
+        xs, dt, B, C = (u.to(dtype) for u in (x, dt, B, C))
         A, D = A.to(dtype), D.to(dtype)
-        B, C = in_chunks(B), in_chunks(C)                                      # (b, c, q, n) each
-        xd = in_chunks(xs * dt[..., None]).unflatten(-1, (h, p)).transpose(2, 3)       # (b, c, h, q, p): dt_i x_i
-        a = in_chunks(dt * A).transpose(2, 3)                                  # (b, c, h, q): log of the decay at i
-        c = a.size(1)
+        B, C = in_chunks(B), in_chunks(C)                                      # (b, n_chunks, chunk, n) each
+        xd = in_chunks(xs * dt[..., None]).unflatten(-1, (h, p)).transpose(2, 3)       # dt_i x_i
+        a = in_chunks(dt * A).transpose(2, 3)           # log of the decay at i
+        n_chunks = a.size(1)                            # xd (b, n_chunks, h, chunk, p); a (b, n_chunks, h, chunk)
 
         # 1. Inside a chunk: y_i = sum_{j<=i} exp(a_{j+1} + .. + a_i) (C_i . B_j) dt_j x_j. This is causal attention
         # with a decay in place of the softmax.
-        decay = torch.exp(segsum(a))                                           # (b, c, h, q, q)
-        scores = C @ B.transpose(2, 3)                                         # (b, c, q, q), the same for all heads
-        y = (scores[:, :, None] * decay) @ xd                                  # (b, c, h, q, p)
+        decay = torch.exp(segsum(a))                                           # (b, n_chunks, h, chunk, chunk)
+        scores = C @ B.transpose(2, 3)                  # (b, n_chunks, chunk, chunk), the same for all heads
+        y = (scores[:, :, None] * decay) @ xd                                  # (b, n_chunks, h, chunk, p)
 
-        # 2. The state at the end of each chunk, as if the chunk started from zeros. If no states are wanted, the last
-        # chunk's is not needed: m = c - 1 chunks.
-        m = c if want_states else c - 1
-        to_end = decay[:, :m, :, -1, :, None]                                  # (b, m, h, q, 1)
+        # 2. The state at the end of each chunk, as if the chunk started from zeros. The last chunk's is not needed if
+        # no states are wanted: then there are m = n_chunks - 1 of them.
+        m = n_chunks if want_states else n_chunks - 1
+        to_end = decay[:, :m, :, -1, :, None]                                  # (b, m, h, chunk, 1)
         local = (xd[:, :m] * to_end).transpose(3, 4) @ B[:, :m, None]          # (b, m, h, p, n)
 
         # 3. The true state before every chunk, and after the last one if it is wanted.
         states = pass_states(local, a[:, :m].sum(-1), _initial(initial_state, x, B, dtype))    # (b, m + 1, h, p, n)
 
         # 4. The part of y that comes from the state s_0 before the chunk: exp(a_1 + .. + a_i) s_0 C_i.
-        from_start = torch.exp(a.cumsum(-1))[..., None]                        # (b, c, h, q, 1)
-        y = y + from_start * (C[:, :, None] @ states[:, :c].transpose(3, 4))    # (b, c, h, q, p)
-        y = y.transpose(2, 3).reshape(b, -1, l + fill, h, p)[:, :, :l].flatten(1, 2)           # (b, s, h, p)
+        from_start = torch.exp(a.cumsum(-1))[..., None]                        # (b, n_chunks, h, chunk, 1)
+        y = y + from_start * (C[:, :, None] @ states[:, :n_chunks].transpose(3, 4))    # (b, n_chunks, h, chunk, p)
+
+        # Back to positions, without the fill.
+        y = y.transpose(2, 3).reshape(b, -1, stretch + fill, h, p)[:, :, :stretch].flatten(1, 2)   # (b, s, h, p)
         y = (y + D[..., None] * xs).to(x.dtype)
-        # A block is (l + fill) / q chunks. So one state in that many is at a block boundary: (b, k + 1, h, p, n).
-        return y, states[:, ::(l + fill) // q] if want_states else None
+        # A stretch is (stretch + fill) / chunk chunks. So one state in that many is returned.
+        return y, states[:, ::(stretch + fill) // chunk] if want_states else None
 
 
 def pass_states(local, log_decay, initial):
     """
-    Carries states over chunks: out[0] = initial, out[i + 1] = exp(log_decay[i]) out[i] + local[i].
-    local (b, c, h, p, n); log_decay (b, c, h) <= 0; initial (b, h, p, n). Returns (b, c + 1, h, p, n).
+    Carries states over chunks: out[0] = initial, out[i + 1] = exp(log_decay[i]) out[i] + local[i]. local (b, n_chunks,
+    h, p, n); log_decay (b, n_chunks, h) <= 0; initial (b, h, p, n). Returns (b, n_chunks + 1, h, p, n).
     """
     p, n = local.shape[-2:]
     # One product in place of a loop: out[i] is the sum over j <= i of sources[j], decayed over chunks j..i-1.
-    sources = torch.cat([initial[:, None], local], 1).permute(0, 2, 1, 3, 4)   # (b, h, c + 1, p, n)
-    decay = torch.exp(segsum(F.pad(log_decay.transpose(1, 2), (1, 0))))        # (b, h, c + 1, c + 1): [i, j]
-    return (decay @ sources.flatten(3)).unflatten(3, (p, n)).permute(0, 2, 1, 3, 4)            # (b, c + 1, h, p, n)
+    sources = torch.cat([initial[:, None], local], 1).permute(0, 2, 1, 3, 4)   # (b, h, n_chunks + 1, p, n)
+    decay = torch.exp(segsum(F.pad(log_decay.transpose(1, 2), (1, 0))))        # (b, h, n_chunks + 1, n_chunks + 1)
+    return (decay @ sources.flatten(3)).unflatten(3, (p, n)).permute(0, 2, 1, 3, 4)    # (b, n_chunks + 1, h, p, n)
 
 
 def segsum(a):
     """
-    (..., l) -> (..., l, l): entry [i, j] is the sum of a over j+1..i, and -inf above the diagonal. Every column is a
+    (..., m) -> (..., m, m): entry [i, j] is the sum of a over j+1..i, and -inf above the diagonal. Every column is a
     cumulative sum of its own, because the difference of two cumulative sums would lose precision.
     """
-    l = a.size(-1)
-    below = torch.ones(l, l, dtype=torch.bool, device=a.device).tril(-1)       # (l, l): i > j
-    sums = a[..., None].expand(*a.shape, l).masked_fill(~below, 0).cumsum(-2)  # column j sums a_{j+1}, a_{j+2}, ...
+    m = a.size(-1)
+    below = torch.ones(m, m, dtype=torch.bool, device=a.device).tril(-1)       # (m, m): i > j
+    sums = a[..., None].expand(*a.shape, m).masked_fill(~below, 0).cumsum(-2)  # column j sums a_{j+1}, a_{j+2}, ...
     return sums.masked_fill(below.T, float("-inf"))
 
 
@@ -195,14 +198,15 @@ def causal_conv(u, weight, bias, initial):
     return F.silu(out).to(u.dtype)
 
 
-def conv_boundaries(u, initial, block_len):
+def conv_boundaries(u, initial, states_every):
     """
-    The convolution states of u (b, s, c) at every block boundary, given initial (b, w-1, c): the last w-1 columns
-    before each of the k = s / block_len blocks (None: one block), and those before the end. Returns (b, k + 1, w-1, c).
+    The convolution states of u (b, s, c), given the one before it, initial (b, w-1, c). A state is the last w-1 columns
+    before a boundary; boundaries are states_every columns apart (None: s). Returns (b, n_states, w-1, c), as
+    `ssd_scan` counts them.
     """
-    w1, l = initial.size(1), block_len or u.size(1)                            # w1 is w - 1
-    # Block i of u begins l * i columns after `initial`, so the w - 1 columns before it begin at column l * i.
-    return torch.cat([initial.to(u.dtype), u], 1).unfold(1, w1, l).transpose(2, 3)             # (b, k + 1, w1, c)
+    w1 = initial.size(1)                                                       # w - 1
+    # With `initial` in front, the w - 1 columns before boundary i begin at column i * states_every.
+    return torch.cat([initial.to(u.dtype), u], 1).unfold(1, w1, states_every or u.size(1)).transpose(2, 3)
 
 
 @replaceable

@@ -47,7 +47,7 @@ def library():
 
 
 @torch.compiler.disable
-def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=128, want_states=True):
+def ssd_scan(x, dt, A, B, C, D, initial_state=None, states_every=None, chunk_len=128, want_states=True):
     """
     As ops.ssd_scan. The plain function runs if chunks, heads or states are too small for the package's kernels.
 
@@ -55,9 +55,9 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
     state_passing compute these states in fp32 first; then every chunk is scanned as a row of its own from its state.
     """
     (b, s, h, p), n = x.shape, B.size(-1)
-    l = plain.largest_divisor(block_len or s, CHUNK)    # chunks end where blocks end
+    l = plain.largest_divisor(states_every or s, CHUNK)  # chunks end where a state is wanted
     if l % 16 or p % 16 or n % 16 or x.dtype == torch.float64:
-        return ops.ssd_scan.plain(x, dt, A, B, C, D, initial_state, block_len, chunk_len, want_states)
+        return ops.ssd_scan.plain(x, dt, A, B, C, D, initial_state, states_every, chunk_len, want_states)
     chunk_state, state_passing, chunk_scan = library()
     B, C, states = B[:, :, None], C[:, :, None], None   # one group: (b, s, 1, n)
     start = x.new_zeros(b, h, p, n, dtype=torch.float32) if initial_state is None else initial_state.float()
@@ -70,7 +70,7 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=12
         start = states[:, :-1].flatten(0, 1)
     x, dt, B, C = (v.unflatten(1, (-1, l)).flatten(0, 1) for v in (x, dt, B, C))               # (b c, l, ...)
     y = chunk_scan(x, dt.float(), A.float(), B, C, l, D=D.float(), initial_states=start)
-    every = (block_len or s) // l                       # chunks per block: only states at block ends are returned
+    every = (states_every or s) // l                    # one state in that many is returned
     return y.view(b, s, h, p), states[:, ::every] if want_states else None
 
 

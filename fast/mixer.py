@@ -128,23 +128,23 @@ def split_xBC(xBC, h, n):
     return x.unflatten(-1, (h, -1)), B, C
 
 
-def boundary_columns(xBC, conv_weight, conv, block_len):
-    """-> the convolution states at block boundaries; an empty tensor if block_len is 0"""
-    if not block_len:
+def boundary_columns(xBC, conv_weight, conv, states_every):
+    """-> the convolution states every states_every positions; an empty tensor if that is 0"""
+    if not states_every:
         return xBC.new_empty(0)
     if conv is None:
         conv = xBC.new_zeros(len(xBC), conv_weight.shape[1] - 1, xBC.shape[-1])
-    # As ops.conv_boundaries, without a copy of xBC. Blocks are not shorter than the state here.
-    ends = xBC.unflatten(1, (-1, block_len))[:, :, block_len - conv.shape[1]:]  # (b, k, w - 1, c)
+    # As ops.conv_boundaries, without a copy of xBC. Boundaries are at least the length of a state apart here.
+    ends = xBC.unflatten(1, (-1, states_every))[:, :, states_every - conv.shape[1]:]  # (b, k, w - 1, c)
     return torch.cat([conv[:, None], ends], 1)
 
 
 def fake_outputs(proj, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_weight, conv, ssm,
-                 row, block_len):
+                 row, states_every):
     (di, c, _), h, n, several = sizes(proj, conv_weight, A, norm_weight, row)
     b, s, _ = proj.shape
-    states = (b, s // row + 1, h, di // h, n) if several or block_len else (0,)
-    convs = (b, s // block_len + 1, conv_weight.shape[1] - 1, c) if block_len else (0,)
+    states = (b, s // row + 1, h, di // h, n) if several or states_every else (0,)
+    convs = (b, s // states_every + 1, conv_weight.shape[1] - 1, c) if states_every else (0,)
     return (proj.new_empty(b, s, out_weight.shape[0]), proj.new_empty(b, s, di),
             proj.new_empty(states, dtype=torch.float32), proj.new_empty(convs))
 
@@ -153,19 +153,19 @@ def fake_outputs(proj, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_w
 def mixer_forward(
         proj: Tensor, conv_weight: Tensor, conv_bias: Tensor, dt_bias: Tensor, A: Tensor, D: Tensor,
         norm_weight: Tensor, out_weight: Tensor, conv: Optional[Tensor], ssm: Optional[Tensor],
-        row: int, block_len: int) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+        row: int, states_every: int) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns four tensors:
     the output (b, s, d);
     y (b, s, h p), kept for the backward;
-    the states before every row and at the end (b, s / row + 1, h, p, n), empty for one row without block_len;
-    the convolution states at block boundaries (b, s / block_len + 1, w - 1, c), empty without block_len.
-    block_len = 0 means that the caller does not need the states."""
+    the states before every row and at the end (b, s / row + 1, h, p, n), empty for one row if states_every is 0;
+    the convolution states (b, s / states_every + 1, w - 1, c), empty if states_every is 0.
+    states_every = 0 means that the caller does not need the states."""
     widths, h, n, _ = sizes(proj, conv_weight, A, norm_weight, row)
     z, xBC, dt = split_proj(proj, widths)
-    convs = boundary_columns(xBC, conv_weight, conv, block_len)
+    convs = boundary_columns(xBC, conv_weight, conv, states_every)
     x, B, C = split_xBC(causal_conv_forward(xBC, conv_weight, conv_bias, conv), h, n)
     steps = scan.StepSizes(*in_rows(row, dt), A, dt_bias)
-    y, states = scan_forward(x, steps, B, C, D, ssm, row, block_len > 0)
+    y, states = scan_forward(x, steps, B, C, D, ssm, row, states_every > 0)
     y = y.view(z.shape)
     return gated_norm_forward(y, z, norm_weight) @ out_weight.T, y, states, convs
 
@@ -175,7 +175,7 @@ def mixer_backward(
         dout: Tensor, dstates: Optional[Tensor], dconvs: Optional[Tensor], y: Tensor,
         states: Tensor, proj: Tensor, conv_weight: Tensor, conv_bias: Tensor, dt_bias: Tensor,
         A: Tensor, D: Tensor, norm_weight: Tensor, out_weight: Tensor, conv: Optional[Tensor],
-        ssm: Optional[Tensor], row: int, block_len: int) -> Tuple[
+        ssm: Optional[Tensor], row: int, states_every: int) -> Tuple[
             Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     widths, h, n, _ = sizes(proj, conv_weight, A, norm_weight, row)
     z, xBC, dt = split_proj(proj, widths)
@@ -203,21 +203,21 @@ def mixer_backward(
     dw, db, dconv = conv_backward_into(dxBC, dconvolved, xBC, conv_weight, conv_bias, conv)
     if dconvs is not None:
         w1 = dconvs.shape[2]
-        dxBC.unflatten(1, (-1, block_len))[:, :, block_len - w1:] += dconvs[:, 1:]
+        dxBC.unflatten(1, (-1, states_every))[:, :, states_every - w1:] += dconvs[:, 1:]
         if conv is not None:
             dconv += dconvs[:, 0]
     return dproj, dw, db, ddt_bias, dA, dD, dnorm.to(norm_weight.dtype), dout_weight, dconv, dssm
 
 
 def save(ctx, inputs, output):
-    *tensors, ctx.row, ctx.block_len = inputs
+    *tensors, ctx.row, ctx.states_every = inputs
     ctx.save_for_backward(output[1], output[2], *tensors)
 
 
 def backward(ctx, dout, _, dstates, dconvs):
     y, states, *tensors = ctx.saved_tensors
-    boundaries = (dstates, dconvs) if ctx.block_len else (None, None)
-    grads = mixer_backward(dout, *boundaries, y, states, *tensors, ctx.row, ctx.block_len)
+    boundaries = (dstates, dconvs) if ctx.states_every else (None, None)
+    grads = mixer_backward(dout, *boundaries, y, states, *tensors, ctx.row, ctx.states_every)
     return *(None if u is None else g for u, g in zip(tensors, grads)), None, None
 
 
@@ -230,15 +230,15 @@ def padded_projection(mixer):
     return F.pad(mixer.in_proj.weight, (0, 0, 0, -mixer.in_proj.out_features % 64))
 
 
-def mamba2_forward(mixer, u, conv=None, ssm=None, block_len=None, want_states=True):
+def mamba2_forward(mixer, u, conv=None, ssm=None, states_every=None, want_states=True):
     """As model.Mamba2.forward. The plain function runs if gradients are off or a size does not fit the kernels."""
     p, s, width = mixer.d_inner // mixer.heads, u.shape[1], mixer.conv_weight.shape[1]
-    row = scan.scan_row(s, block_len)
+    row = scan.scan_row(s, states_every)
     if not (torch.is_grad_enabled() and scan.fits(p, mixer.d_state) and row >= width):
-        return Mamba2.forward.plain(mixer, u, conv, ssm, block_len, want_states)
+        return Mamba2.forward.plain(mixer, u, conv, ssm, states_every, want_states)
     proj = F.linear(u, padded_projection(mixer))
     conv = None if conv is None else rowwise(conv.to(proj.dtype))
-    every = (block_len or s) if want_states else 0  # positions between returned states
+    every = (states_every or s) if want_states else 0
     y, _, states, convs = mixer_forward(
         proj.contiguous(), mixer.conv_weight.contiguous(), mixer.conv_bias, mixer.dt_bias.float(),
         -torch.exp(mixer.A_log.float()), mixer.D.float(), mixer.norm_weight,

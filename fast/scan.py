@@ -30,14 +30,14 @@ def fits(p, n):
     return p in (16, 32, 64) and n in (16, 32, 64, 128, 256)
 
 
-def scan_row(s, block_len):
+def scan_row(s, states_every):
     """
-    The length of a row for s tokens in blocks of block_len (None: one block of all tokens). It is the largest divisor
-    of the block length that is at most plain.SCAN_ROW, so every block boundary is a row boundary. If that is below 16,
-    a row is a whole block.
+    The length of a row for s tokens whose states are wanted every states_every positions (None: s). It is the largest
+    divisor of that which is at most plain.SCAN_ROW, so every state that is wanted is at a row boundary. If that is
+    below 16, a row reaches from one wanted state to the next.
     """
-    whole = block_len or s
-    assert s % whole == 0, f"{s} positions are not whole blocks of {block_len}"
+    whole = states_every or s
+    assert s % whole == 0, f"{s} positions are not a multiple of states_every = {states_every}"
     row = plain.largest_divisor(whole, plain.SCAN_ROW)
     return row if row >= 16 else whole
 
@@ -595,12 +595,12 @@ def backward(ctx, dy, dstates):
 torch.library.register_autograd(ssd_scan_forward, backward, setup_context=save)
 
 
-def ssd_scan(x, dt, A, B, C, D, initial_state=None, block_len=None, chunk_len=128, want_states=True):
+def ssd_scan(x, dt, A, B, C, D, initial_state=None, states_every=None, chunk_len=128, want_states=True):
     """As ops.ssd_scan. The kernels choose their own chunks and ignore chunk_len. With want_states=False the returned
     states may be None. The plain function runs for head and state sizes that the kernels do not support."""
     if not fits(x.shape[-1], B.shape[-1]):
-        return ops.ssd_scan.plain(x, dt, A, B, C, D, initial_state, block_len, chunk_len, want_states)
-    s, row = x.shape[1], scan_row(x.shape[1], block_len)
+        return ops.ssd_scan.plain(x, dt, A, B, C, D, initial_state, states_every, chunk_len, want_states)
+    s, row = x.shape[1], scan_row(x.shape[1], states_every)
     start = None if initial_state is None else statewise(initial_state.float())
     y, states = ssd_scan_forward(rowwise(x), dt, A.float(), rowwise(B), rowwise(C), D.float(), start, row, want_states)
-    return y, states[:, ::(block_len or s) // row] if want_states else None  # one state for each block boundary
+    return y, states[:, ::(states_every or s) // row] if want_states else None

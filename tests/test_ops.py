@@ -18,13 +18,13 @@ def scan_inputs(s):
     return {k: v.double() for k, v in raw.items()}
 
 
-@pytest.mark.parametrize("s, block_len, chunk_len",
+@pytest.mark.parametrize("s, states_every, chunk_len",
                          [(48, 16, 8), (48, 16, 16), (48, 16, 128), (45, 9, 6), (33, 11, 4), (37, None, 8), (5, 1, 4),
                           (1, 1, 1)])
-def test_chunked_scan_equals_the_loop_with_all_gradients(s, block_len, chunk_len):
+def test_chunked_scan_equals_the_loop_with_all_gradients(s, states_every, chunk_len):
     inputs, results = {k: v.requires_grad_() for k, v in scan_inputs(s).items()}, []
     for scan, extra in ((ops.ssd_scan_ref, {}), (ops.ssd_scan, dict(chunk_len=chunk_len))):
-        y, states = scan(**inputs, block_len=block_len, **extra)
+        y, states = scan(**inputs, states_every=states_every, **extra)
         weights = torch.linspace(-1, 1, states.numel()).view_as(states)
         grads = torch.autograd.grad((y * torch.cos(y)).sum() + (weights * states).sum(), list(inputs.values()))
         results.append((y, states, *grads))

@@ -111,7 +111,7 @@ def test_gradients_do_not_depend_on_the_layout_of_step_sizes_and_states():
     inputs |= dict(dt=turned(inputs["dt"]), initial_state=start)
     compare(scan_kernels, scan_loop, inputs, 1e-5)
     compare(lambda **v: scan.ssd_scan(*v.values(), 20),
-            lambda **v: ops.ssd_scan_ref(**v, block_len=20), inputs, 1e-5)
+            lambda **v: ops.ssd_scan_ref(**v, states_every=20), inputs, 1e-5)
 
 
 def both_inputs(r, l, dtype, starts, h=3, p=16, n=32):
@@ -167,16 +167,16 @@ def test_strong_decay_stays_finite():
 
 
 @DTYPES
-@pytest.mark.parametrize("b, s, h, p, n, row, block_len, start", [
+@pytest.mark.parametrize("b, s, h, p, n, row, every, start", [
     (2, 96, 2, 32, 64, 32, 32, True), (1, 200, 3, 16, 64, 40, 40, False), (1, 128, 1, 64, 128, 128, 128, True),
     (2, 128, 2, 16, 32, 32, 64, False), (2, 64, 2, 16, 32, 32, None, True),
     (2, 96, 2, 16, 32, 32, 48, True)])                  # rows of 24, not of 32
 def test_dispatched_scan_equals_the_loop_with_boundary_states_and_all_gradients(
-        monkeypatch, b, s, h, p, n, row, block_len, start, dtype):
+        monkeypatch, b, s, h, p, n, row, every, start, dtype):
     """row: the most tokens that are scanned at once."""
     monkeypatch.setitem(ops.FAST, "ssd_scan", scan.ssd_scan)
     monkeypatch.setattr(plain, "SCAN_ROW", row)
-    compare(lambda **v: ops.ssd_scan(**v, block_len=block_len), lambda **v: ops.ssd_scan_ref(**v, block_len=block_len),
+    compare(lambda **v: ops.ssd_scan(**v, states_every=every), lambda **v: ops.ssd_scan_ref(**v, states_every=every),
             scan_inputs(b, s, h, p, n, dtype, start), LIMIT[dtype])
 
 
@@ -316,15 +316,15 @@ def test_every_replacement_has_the_name_and_the_arguments_of_what_it_replaces(mo
         assert got == want or name == "Mamba2.forward" and got[1:] == want[1:], name
 
 
-@pytest.mark.parametrize("block_len", [16, 2], ids=["by_kernels", "plain"])
+@pytest.mark.parametrize("states_every", [16, 2], ids=["by_kernels", "plain"])
 @pytest.mark.parametrize("training", [True, False])
-def test_a_mixer_compiles_without_graph_breaks(monkeypatch, training, block_len):
+def test_a_mixer_compiles_without_graph_breaks(monkeypatch, training, states_every):
     monkeypatch.setattr(ops, "FAST", {})
     fast.select(DEVICE)
     module, inputs = make_mixer(torch.float32), mixer_inputs(32, torch.float32, 1, True)
     compiled = torch.compile(module, fullgraph=True, backend="inductor" if GPU else "aot_eager")
     with torch.set_grad_enabled(training):
-        for a, b in zip(compiled(*inputs, block_len=block_len), module(*inputs, block_len=block_len)):
+        for a, b in zip(compiled(*inputs, states_every=states_every), module(*inputs, states_every=states_every)):
             assert error(a.detach(), b.detach().double()) < 1e-5
 
 
@@ -400,7 +400,7 @@ def mixer_inputs(s, dtype, r, given):
 
 
 @DTYPES
-@pytest.mark.parametrize("s, row, block_len, r, given, want", [
+@pytest.mark.parametrize("s, row, states_every, r, given, want", [
     (48, 48, None, 3, True, False),                     # noisy blocks, each from its own states
     (64, 32, 32, 2, False, True),                       # the clean stream: a state for every block
     (64, 32, None, 2, False, False),                    # a full sequence: many rows, no states
@@ -409,7 +409,7 @@ def mixer_inputs(s, dtype, r, given):
     (96, 32, 48, 1, False, True),                       # blocks that are not whole rows of 32
     (200, 100, 100, 1, True, True),                     # rows of several chunks, the last one ragged
 ])
-def test_mixer_and_its_gradients_are_the_plain_lines(monkeypatch, s, row, block_len, r, given, want, dtype):
+def test_mixer_and_its_gradients_are_the_plain_lines(monkeypatch, s, row, states_every, r, given, want, dtype):
     monkeypatch.setattr(plain, "SCAN_ROW", row)
     monkeypatch.setitem(ops.FAST, "Mamba2.forward", mixer.mamba2_forward)
     module, inputs = make_mixer(dtype), mixer_inputs(s, dtype, r, given)
@@ -417,7 +417,7 @@ def test_mixer_and_its_gradients_are_the_plain_lines(monkeypatch, s, row, block_
     def outcome(module, inputs):
         """Outputs and all gradients, by name."""
         inputs = [None if v is None else v.requires_grad_() for v in inputs]
-        y, convs, ssms = module(*inputs, block_len=block_len, want_states=want)
+        y, convs, ssms = module(*inputs, states_every=states_every, want_states=want)
         loss = (y.double() * torch.arange(y.numel(), device=DEVICE).view_as(y).sin()).sum()
         if want:
             for state in (convs, ssms):
@@ -444,9 +444,9 @@ def test_sizes_that_the_kernels_do_not_take_are_computed_plainly(monkeypatch):
             (scan_block.scan_block, plain.scan_block, both_inputs(2, 5, torch.float32, 2, p=24)[1])):
         assert all(map(torch.equal, kernel(*inputs), twin(*inputs)))
     module, u = make_mixer(torch.float32), randn(2, 8, 24)
-    want = module(u, block_len=2)
+    want = module(u, states_every=2)
     monkeypatch.setitem(ops.FAST, "Mamba2.forward", mixer.mamba2_forward)
-    assert all(torch.equal(a, b) for a, b in zip(module(u, block_len=2), want))
+    assert all(torch.equal(a, b) for a, b in zip(module(u, states_every=2), want))
 
 
 @DTYPES

@@ -71,10 +71,10 @@ def test_the_convolution_is_given_what_the_package_documents(monkeypatch):
 
 @with_package
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("s, block_len, given, want_states", [
+@pytest.mark.parametrize("s, states_every, given, want_states", [
     (1024, 256, True, True), (1024, None, False, True), (256, None, True, False), (1024, None, False, False),
     (192, 96, True, True)])
-def test_scan_states_and_gradients_equal_the_plain_scan(exact, s, block_len, given, want_states, dtype, limit):
+def test_scan_states_and_gradients_equal_the_plain_scan(exact, s, states_every, given, want_states, dtype, limit):
     b, h, p, n = 2, 3, 64, 64
     torch.manual_seed(0)
     inputs = dict(x=torch.randn(b, s, h, p).to(dtype), dt=0.1 * torch.rand(b, s, h), A=-1 - 15 * torch.rand(h),
@@ -84,7 +84,7 @@ def test_scan_states_and_gradients_equal_the_plain_scan(exact, s, block_len, giv
 
     def run(scan, inputs):
         inputs = {k: v.cuda().requires_grad_() for k, v in inputs.items()}
-        y, states = scan(**inputs, block_len=block_len, want_states=want_states)
+        y, states = scan(**inputs, states_every=states_every, want_states=want_states)
         outputs = [y, states] if want_states else [y]
         g = torch.Generator("cuda").manual_seed(1)
         seeds = [torch.randn(o.shape, generator=g, device="cuda").to(o.dtype) for o in outputs]
