@@ -7,13 +7,12 @@ This file prepares the default corpus, Python's own source, and reads all folder
 prepares other text; training does not need it.
 
     python data.py stdlib                                   # the default corpus: no download
-    python data.py jsonl *.jsonl.zst --val valid.jsonl --tokenizer gpt2 --out data/mine
+    python data.py text *.jsonl.zst --val valid.jsonl --tokenizer gpt2 --out data/mine
 """
 import functools
 import hashlib
 import json
 import math
-import os
 import platform
 import re
 import sys
@@ -40,7 +39,8 @@ def get_tokenizer(name):
     """The tokenizer "bytes" or "gpt2" as a tiktoken.Encoding; its last id is the mask.
 
     bytes: 256 byte values, <|endoftext|> 256, <|mask|> 257. gpt2: GPT-2's ids, <|mask|> 50257.
-    Raises UserError for another name, and if GPT-2's files are neither cached nor reachable.
+    Raises UserError for another name, for a tokenizer without all bytes, and if GPT-2's files are neither cached nor
+    reachable.
     """
     if name not in VOCABULARY:
         raise UserError(f"there is no tokenizer {name!r}: choose {' or '.join(VOCABULARY)}")
@@ -50,11 +50,15 @@ def get_tokenizer(name):
         try:
             base = tiktoken.get_encoding("gpt2")
         except Exception as error:      # network, proxy and disk raise many types of errors
-            raise UserError(f"GPT-2's BPE files cannot be downloaded ({type(error).__name__}): go online once, or "
-                            "set TIKTOKEN_CACHE_DIR to a folder in which tiktoken has cached them") from None
+            raise UserError(f"GPT-2's BPE files cannot be downloaded ({type(error).__name__}): go online once, or set "
+                            "TIKTOKEN_CACHE_DIR to a folder in which tiktoken has cached them, or prepare text with "
+                            "--tokenizer bytes, which needs none") from None
         pattern, ranks, special = base._pat_str, base._mergeable_ranks, base._special_tokens
+    if lacking := {bytes([i]) for i in range(256)} - ranks.keys():          # tiktoken would panic at such a byte
+        raise UserError(f"tokenizer {name} has no token for the byte {min(lacking)}: give it one for each of the 256")
     special = {**special, "<|mask|>": VOCABULARY[name] - 1}
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special,
+                             explicit_n_vocab=VOCABULARY[name])             # asserts that this is their number
 
 
 @functools.lru_cache(maxsize=None)
@@ -76,51 +80,18 @@ def encode(tokenizer, text):
     except UnicodeEncodeError:
         text = re.sub("[\ud800-\udfff]", "\ufffd", text)
         utf8 = text.encode()
-    if tokenizer.name == "bytes":
-        ids = np.frombuffer(utf8, np.uint8)
-    else:
-        ids = tokenizer.encode_to_numpy(text, disallowed_special=())
-    tokens = np.full(len(ids) + 1, tokenizer.eot_token, "<u2")
-    tokens[:-1] = ids
-    return tokens, len(utf8)
+    is_bytes = tokenizer.name == "bytes"
+    ids = np.frombuffer(utf8, np.uint8) if is_bytes else tokenizer.encode_to_numpy(text, disallowed_special=())
+    return np.concatenate([ids, [tokenizer.eot_token]], dtype="<u2", casting="unsafe"), len(utf8)
 
 
 # ----------------------------------------------------------------------------------------------
 # The default corpus
 
-# Tests repeat themselves; encodings and pydoc_data are generated tables rather than written code, and so are the
-# folders config-* and the files _sysconfigdata*.py.
-STDLIB_EXCLUDED = "site-packages dist-packages __pycache__ test tests idle_test encodings pydoc_data".split()
-
-
-def stdlib_texts(root):
-    """Yields (relative path, text) of each .py file below root, sorted by path. text is None if unreadable."""
-    paths = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [f for f in folders if f not in STDLIB_EXCLUDED and not f.startswith("config-")]
-        paths += [Path(folder, n) for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata")]
-    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
-        try:
-            yield name, path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
-        except (UnicodeDecodeError, OSError):       # OSError: for example a broken link
-            yield name, None
-
-
-def write_stdlib(out, root):
-    """Writes the .py files below root into the new folder `out`. Raises UserError if a split gets none."""
-    documents, splits, skipped = {"train": [], "val": []}, {}, 0
-    for name, text in stdlib_texts(root):
-        split = "val" if zlib.crc32(name.encode()) % 20 == 0 else "train"
-        skipped += text is None
-        if text:
-            documents[split].append(encode(get_tokenizer("bytes"), text))
-    for split, found in documents.items():
-        if not found:
-            raise UserError(f"{root} holds no Python source for the {split} split: see python data.py --help")
-        tokens = np.concatenate([tokens for tokens, _ in found])
-        write_file(out / f"{split}.bin", tokens.tofile)
-        splits[split] = dict(tokens=len(tokens), documents=len(found), utf8_bytes=sum(n for _, n in found))
-    write_meta(out, "Python's standard library", platform.python_version(), "bytes", splits, skipped)
+# Tests repeat themselves; the folders encodings, pydoc_data and config-* and the files _sysconfigdata* are generated
+# tables rather than written code.
+STDLIB_EXCLUDED = re.compile(r"(^|/)((site-packages|dist-packages|__pycache__|tests?|idle_test|encodings|pydoc_data"
+                             r"|config-[^/]*)/|_sysconfigdata[^/]*$)")
 
 
 def prepare_stdlib(out="data/stdlib", root=None):
@@ -129,18 +100,38 @@ def prepare_stdlib(out="data/stdlib", root=None):
     A file's split depends on its relative path alone. Tests, installed packages and generated
     tables are left out. Empty and unreadable files are skipped; meta.json counts the unreadable ones.
     The folder is complete when it appears. An existing one is kept. Returns the content of meta.json.
-    Raises UserError if `out` holds something else.
+    Raises UserError if `out` holds something else, or if a split gets no file.
     """
     out, root = Path(out), Path(root or sysconfig.get_path("stdlib"))
-    if not (out / "meta.json").exists():
-        if out.exists() and any(out.iterdir()):
-            raise UserError(f"{out} is not empty, and this command did not make it: choose another --out (of train.py: "
-                            f"--data)")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f"{out.name}.", suffix=".tmp", dir=out.parent) as work:
-            write_stdlib(Path(work, out.name), root)
-            if not (out / "meta.json").exists():            # else another process has made it meanwhile
-                Path(work, out.name).rename(out)            # fails, and changes nothing, if `out` is not empty
+    if (out / "meta.json").exists():
+        return read_meta(out)
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} is not empty, and this command did not make it: choose another --out (of train.py: "
+                        f"--data)")
+
+    documents, splits, skipped = {"train": [], "val": []}, {}, 0
+    for name in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
+        if not STDLIB_EXCLUDED.search(name):
+            try:
+                text = Path(root, name).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+            except (UnicodeDecodeError, OSError):           # OSError: for example a broken link
+                text, skipped = "", skipped + 1
+            if text:
+                split = "val" if zlib.crc32(name.encode()) % 20 == 0 else "train"
+                documents[split].append(encode(get_tokenizer("bytes"), text))
+    if not all(documents.values()):
+        raise UserError(f"{root} holds too little Python source: prepare a text of your own, python data.py --help")
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{out.name}.", suffix=".tmp", dir=out.parent) as work:
+        made = Path(work, out.name)
+        for split, found in documents.items():
+            tokens = np.concatenate([tokens for tokens, _ in found])
+            write_file(made / f"{split}.bin", tokens.tofile)
+            splits[split] = dict(tokens=len(tokens), documents=len(found), utf8_bytes=sum(n for _, n in found))
+        write_meta(made, "Python's standard library", platform.python_version(), "bytes", splits, skipped)
+        if not (out / "meta.json").exists():                # else another process has made it meanwhile
+            made.rename(out)                                # fails, and changes nothing, if `out` is not empty
     return read_meta(out)
 
 
@@ -168,8 +159,8 @@ def read_meta(path):
         raise UserError(f"{path} holds no prepared text: run python data.py, see python data.py --help; "
                         "if that was interrupted, run the same command again and it continues")
     meta = json.loads(Path(path, "meta.json").read_text())
-    if meta.get("format") != VERSION or "splits" not in meta:
-        raise UserError(f"{path} holds no text, or text of another format: prepare text, see python data.py --help")
+    if meta.get("format") != VERSION:
+        raise UserError(f"{path} holds text of another format: prepare it again, see python data.py --help")
     return meta
 
 
@@ -189,22 +180,23 @@ def batches(items, size):
 class TokenData:
     """One split of prepared folders: sequences of tokens on disk, read in windows of seq_len tokens.
 
-    paths: a folder, several ones separated by commas, or a list of them. The windows of all folders are numbered in the
-    order of the folders; no window crosses from one folder to the next. split: "train" or "val". tokenizer: the name
-    that the folders must have been prepared with; None and "auto" accept any, but all folders must have the same.
-    Raises UserError if a folder is unfinished or damaged, has no such split, or holds tokens of another tokenizer.
+    paths: a folder, or several ones separated by commas. The windows of all folders are numbered in the order of the
+    folders; no window crosses from one folder to the next. split: "train" or "val". tokenizer: the name that the
+    folders must have been prepared with; "auto" accepts any, but all folders must have the same. Raises UserError if a
+    folder is unfinished or damaged, has no such split, or holds tokens of another tokenizer.
 
     files: [(path, number of tokens)] of the split in each folder. n_tokens: in all of them. sha256: a list with the
     checksum of each file, None where meta.json has none.
     """
 
-    def __init__(self, paths, split, tokenizer=None):
+    def __init__(self, paths, split, tokenizer="auto"):
         self.files, self.sha256, self.tokenizer = [], [], tokenizer
-        for path in paths if isinstance(paths, list) else str(paths).split(","):
+        for path in str(paths).split(","):
             meta = read_meta(path)
-            if self.tokenizer not in (None, "auto", meta["tokenizer"]):
-                raise UserError(f"{path} holds {meta['tokenizer']} tokens, not {self.tokenizer} tokens: choose another "
-                                f"folder, or the setting --tokenizer={meta['tokenizer']}")
+            if self.tokenizer not in ("auto", meta["tokenizer"]):
+                raise UserError(f"{path} holds {meta['tokenizer']} tokens, not {self.tokenizer} tokens: prepare its "
+                                f"text again with --tokenizer {self.tokenizer} and another --out, or train a new model "
+                                f"(no --init_from) with --tokenizer={meta['tokenizer']}")
             if split not in meta["splits"]:
                 raise UserError(f"{path} has no {split} split: prepare one with it, see python data.py --help")
             file, info = Path(path, f"{split}.bin"), meta["splits"][split]

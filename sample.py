@@ -324,10 +324,11 @@ def main():
     check_out("save_cache", save_cache, ".cache")
     text, dev = read_text(prompt, prompt_file), pick_device(device)
     # `encode` refuses a word of the command line that is not UTF-8. The tokenizer would change it in silence.
-    if b"<|endoftext|>" in (text + suffix).encode():
-        print("<|endoftext|> in the prompt or suffix is read as text, not as the end of a document", file=sys.stderr)
+    (text + suffix).encode()
     kernels_line = select_kernels(kernels, dev, training=False)
     model, tokenizer = open_model(dev)
+    for name in sorted(name for name in tokenizer.special_tokens_set if name in text + suffix):
+        print(f"{name} in the prompt or suffix is read as text, not as a special token", file=sys.stderr)
     c, n_params, weight_dtype = model.config, model.n_params, pick_dtype(dtype, dev)
     # Before open_engine, which changes the weights.
     made_by = fingerprint(model, weight_dtype) if save_cache or load_cache else None

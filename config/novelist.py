@@ -1,5 +1,5 @@
 # BDLM Mamba-H on bytes, trained on novels: the model of assets/novelist, whose card names the text.
-# Text of your own: python data.py jsonl PATH... --val PATH... --tokenizer bytes --out data/novels
+# Text of your own: python data.py text PATH... --val PATH... --tokenizer bytes --out data/novels
 
 out_dir = "out/novelist"
 data = "data/novels"

@@ -1,7 +1,7 @@
 # Full-sequence attention (MDLM), small.
 
 out_dir = "out/small_attention"
-data = "data/novels"            # text of your own: python data.py jsonl
+data = "data/novels"            # text of your own: python data.py text
 tokenizer = "gpt2"              # 50,257 tokens and the mask
 
 attn_every = 1                  # attention in every layer

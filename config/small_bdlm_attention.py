@@ -1,7 +1,7 @@
 # BDLM attention, small.
 
 out_dir = "out/small_bdlm_attention"
-data = "data/novels"            # text of your own: python data.py jsonl
+data = "data/novels"            # text of your own: python data.py text
 tokenizer = "gpt2"              # 50,257 tokens and the mask
 
 attn_every = 1                  # attention in every layer

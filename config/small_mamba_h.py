@@ -1,7 +1,7 @@
 # BDLM Mamba-H (block partial reverse), small.
 
 out_dir = "out/small_mamba_h"
-data = "data/novels"            # text of your own: python data.py jsonl
+data = "data/novels"            # text of your own: python data.py text
 tokenizer = "gpt2"              # 50,257 tokens and the mask
 
 attn_every = 6                  # attention at layers 0 and 6, Mamba-2 at all others

@@ -44,6 +44,13 @@ def folder_bytes(folder):
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
+def decoded(folder, split):
+    """The documents of a split of byte tokens."""
+    tokens = np.fromfile(Path(folder, f"{split}.bin"), "<u2")
+    documents = np.split(tokens, np.flatnonzero(tokens == 256) + 1)            # each ends in 256; nothing follows
+    return [document[:-1].astype(np.uint8).tobytes().decode() for document in documents[:-1]]
+
+
 def make_folder(tmp_path, texts=TEXTS, **settings):
     path = write_jsonl(tmp_path / "in.jsonl", documents(texts))
     prepared(tmp_path / "out", [path], **settings)
@@ -88,21 +95,22 @@ def test_the_order_of_windows_does_not_depend_on_ranks_micro_batches_or_resuming
 
 
 def test_several_folders_are_one_series_of_windows_in_their_order(tmp_path):
-    folders = [str(make_folder(tmp_path / name, [f"{name}{i}" * (i % 5 + 1) for i in range(40)])) for name in "abc"]
+    folders = [make_folder(tmp_path / name, [f"{name}{i}" * (i % 5 + 1) for i in range(40)]) for name in "abc"]
     alone = [data.TokenData(folder, "train") for folder in folders]
     windows = torch.cat([each.sequences(16) for each in alone])                # the ends of the folders are left out
-    together = data.TokenData(",".join(folders), "train", "bytes")
+    paths = ",".join(map(str, folders))
+    together = data.TokenData(paths, "train", "bytes")
     assert together.sequences(16).tolist() == windows.tolist()
     assert together.sequences(16, 7).tolist() == windows[[i * len(windows) // 7 for i in range(7)]].tolist()
     n, order = len(windows), data.permutation(3, 1, len(windows))
-    assert data.TokenData(folders, "train").batch(3, 1, range(n), n, 16).tolist() == windows[order].tolist()
+    assert data.TokenData(paths, "train").batch(3, 1, range(n), n, 16).tolist() == windows[order].tolist()
     assert together.sha256 == sum((each.sha256 for each in alone), []) and together.n_tokens == sum(
         each.n_tokens for each in alone)
     with pytest.raises(data.UserError, match="short/out/train.bin has 2 tokens, fewer than one sequence"):
-        data.TokenData([*folders[:2], make_folder(tmp_path / "short", ["x"])], "train").sequences(16)
+        data.TokenData(f"{paths},{make_folder(tmp_path / 'short', ['x'])}", "train").sequences(16)
     edit_meta(tmp_path / "b" / "out", tokenizer="gpt2")
     with pytest.raises(data.UserError, match="b/out holds gpt2 tokens, not bytes tokens"):
-        data.TokenData(folders, "train")
+        data.TokenData(paths, "train")
 
 
 def test_bits_per_byte_divide_by_the_bytes_of_the_source_documents(tmp_path):

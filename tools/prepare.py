@@ -2,13 +2,13 @@
 Prepares text for training and evaluation, as folders that data.py reads. docs/data.md describes the formats.
 
   stdlib            the running Python's own source, as bytes: the default corpus, no download
-  jsonl PATH...     your own .jsonl and .txt files, also as .gz or .zst
+  text PATH...      your own .txt, .jsonl and .json files, also as .gz or .zst
   dclm, c4, paloma  training text from DCLM-baseline; C4-en validation text; that of Paloma (gated). They need the
                     package huggingface_hub, or --local with a copy of the hub's files
   show DIR          prints what a prepared folder holds
 
-    python data.py jsonl my.txt --tokenizer bytes --out data/mine
-    python data.py jsonl *.jsonl.zst --val valid.jsonl --out data/mine
+    python data.py text my.txt --tokenizer bytes --out data/mine
+    python data.py text *.jsonl.zst --val valid.jsonl --out data/mine
     python data.py dclm --tokens 5e9
 """
 import argparse
@@ -19,8 +19,10 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
+import time
 import zlib
 from collections import Counter, namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -40,10 +42,11 @@ HUB = {                             # what `python data.py NAME` downloads: repo
     "paloma": ("allenai/paloma", "main", r"c4_en/val/.*\.jsonl\.gz", "val"),
 }
 TAKES = dict(                       # the arguments that each command takes
-    stdlib="out", show="paths", jsonl="paths val out tokenizer val_fraction split_on text_key skip_bad",
+    stdlib="out", show="paths", text="paths val out tokenizer val_fraction split_on text_key skip_bad",
     **dict.fromkeys(HUB, "tokens out tokenizer val_fraction split_on skip_bad local"))
 BATCH = 256                         # documents in memory at a time; threads tokenise them
-VAL_BYTES = 10 ** 6                 # kept for validation without --val and --val_fraction: at most this
+VAL_BYTES = 10 ** 6                 # of the files, kept for validation without --val and --val_fraction: at most this
+SYNC_SECONDS = 1                    # between two records of what is on the disk: syncing takes up to 10 ms
 END_OF_TEXT = "<|endoftext|>"
 AGAIN, ELSEWHERE = "run the same command again and it continues", "choose another --out"
 
@@ -57,7 +60,7 @@ Source = namedtuple("Source", "split name fetch size changed", defaults=(0, 0))
 
 def is_text(name):
     """Whether a file is one document of plain text, not a document of JSON on each line."""
-    return re.search(r"\.txt(\.zst|\.gz)?$", name, re.IGNORECASE)
+    return bool(re.search(r"\.txt(\.zst|\.gz)?$", name, re.IGNORECASE))
 
 
 def zstd():
@@ -74,20 +77,36 @@ def decompressed(file, name):
     return gzip.open(file) if name.lower().endswith(".gz") else file, zlib.error
 
 
+def records(file, name):
+    """The records of an open file, bytes: the whole of a .txt, the elements of a single JSON array, else the lines."""
+    if is_text(name):
+        return iter(file.read, b"")
+    if file.peek(100).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] != b"[":
+        return file
+    whole = file.read()
+    try:
+        return [json.dumps(element).encode() for element in json.loads(whole)]
+    except (ValueError, RecursionError):
+        return [whole]                                      # `text_of` says what is wrong
+
+
 def text_of(raw, name, key):
     """The text of one record, bytes, of a file; "" if it is blank. It has no byte order mark, and \\n as line ends.
-    Raises ValueError for a bad record."""
+    Raises ValueError for a bad record, UnicodeDecodeError if it is not UTF-8."""
     if not raw.strip():
         return ""
     text = raw.decode("utf-8-sig")
+    if is_text(name) and "\0" in text:                      # as in English UTF-16
+        raise UnicodeDecodeError("utf-8", raw, raw.index(b"\0"), len(raw), "a zero byte")
     if not is_text(name):
         try:
             row = json.loads(text)
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict):
-            raise ValueError('not a JSON object; one is expected on each line, {"text": ...}')
-        text = row.get(key)
+        except (ValueError, RecursionError) as error:
+            row = error
+        if not isinstance(row, (dict, str)):
+            raise ValueError(f'not a JSON object ({row!s:.90}); one is expected on each line, {{"{key}": ...}}, or one '
+                             "array of them in the file")
+        text = row if isinstance(row, str) else row.get(key)
         if not isinstance(text, str):
             raise ValueError(f'no text in "{key}"; --text_key names another of its fields {[*row]}')
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
@@ -96,11 +115,25 @@ def text_of(raw, name, key):
     return text
 
 
+def not_utf8(error, line, path, name):
+    """(what is wrong, what to do) for a record which begins in this line of a file, and is not UTF-8."""
+    raw, at = error.object, error.start
+    # UTF-16 has a byte order mark or zero bytes. Other letters than ASCII before the byte: it is UTF-8, but damaged.
+    encoding = "utf-16" if b"\0" in raw or raw[0] >= 0xfe else "cp1252" if raw[:at].isascii() else "utf-8 -c"
+    bare, ending = re.fullmatch(r"(.*?)(\.gz|\.zst|)", path.name, re.IGNORECASE).groups()
+    unpack = {"": "cat", ".gz": "gzip -dc", ".zst": "zstd -dc"}[ending.lower()]
+    return (f"{name} is not UTF-8 (line {line + raw.count(bytes([10]), 0, at)}, byte 0x{raw[at]:02x})",
+            "convert it, with its encoding after -f, and name the new file: "
+            f"{unpack} {shlex.quote(str(path))} | iconv -f {encoding} -t utf-8 > {shlex.quote('utf8-' + bare)}")
+
+
 def end_of(text, share):
-    """Where the end of a text begins, a share of its characters: if possible, at the beginning of a line."""
-    begin = len(text) - int(share * len(text))
-    line = text.find("\n", begin - 1) + 1
-    return line if 0 < line < len(text) else begin
+    """Where the end of a text begins, a share of its characters. It is up to a tenth shorter if a line begins there, or
+    else a word."""
+    n = int(share * len(text.rstrip()))
+    begin = len(text.rstrip()) - n
+    found = [text.find(mark, begin - 1, begin + n // 10) + 1 for mark in "\n "]        # 0 if there is none
+    return found[0] or found[1] or begin
 
 
 # ----------------------------------------------------------------------------------------------
@@ -109,13 +142,14 @@ def end_of(text, share):
 class Preparation:
     """Turns sources into a prepared folder. The result depends only on the sources and the settings.
 
-    Tokens are appended to OUT/train.bin and OUT/val.bin. After each input file OUT/parts/progress.json gets the counts
-    so far. A later run cuts off what comes after them, and goes on with the next file. meta.json comes last.
+    Tokens are appended to OUT/train.bin and OUT/val.bin. After an input file, but at most once in SYNC_SECONDS,
+    OUT/parts/progress.json gets the counts so far. A later run cuts off what comes after them, and goes on with the
+    next file. meta.json comes last.
 
     origin, revision: texts for meta.json, where the sources come from. settings: the arguments of `parse_arguments`.
     tokens: stop when the split of the first source has this many, with the last document whole; 0: no limit.
-    val_fraction None: keep the end of each .txt, and a share of other documents, for validation; a tenth of the text,
-    but at most VAL_BYTES (of several compressed .txt together it may be more).
+    val_fraction: the share of the text that is kept for validation: random documents, but of few .txt the end of each.
+    None: a tenth, but at most VAL_BYTES.
     """
 
     def __init__(self, out, sources, settings, origin, revision=""):
@@ -124,9 +158,10 @@ class Preparation:
         self.progress, self.share = self.parts / "progress.json", settings.val_fraction
         if self.share is None:                              # no --val and no --val_fraction
             self.share = min(0.1, VAL_BYTES / max(1, sum(source.size for source in sources)))
-        self.keeps_end = settings.val_fraction is None and not settings.split_on
+        n_texts = sum(source.split == "train" and is_text(source.name) for source in sources)
+        self.keeps_ends = not settings.split_on and 0 < self.share * n_texts < 1       # else the share is whole files
         self.splits = {source.split for source in sources} | ({"val"} if self.share else set())
-        self.counts = Counter()             # files, train_tokens, train_documents, ..., skipped, marked
+        self.counts = Counter()             # files, documents, train_tokens, train_documents, ..., skipped, separators
         inputs = [(s.split, s.name, s.size, s.changed) for s in sources], revision, settings.tokenizer, settings.tokens
         inputs += settings.val_fraction, settings.split_on, settings.text_key
         self.made_from = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
@@ -137,6 +172,8 @@ class Preparation:
             self.parts.mkdir(parents=True, exist_ok=True)
             with lock(self.parts / "lock", f"another process is writing to {self.out}; wait for it, or {ELSEWHERE}"):
                 if not self.is_made():                  # else that process has just finished
+                    if self.progress.exists():
+                        self.counts.update(json.loads(self.progress.read_text())["counts"])
                     self.write_splits()
                     self.finish()
         shutil.rmtree(self.parts, ignore_errors=True)
@@ -155,17 +192,20 @@ class Preparation:
             raise UserError(f"{self.out} is not empty, and this command did not make it: {ELSEWHERE}")
         return self.out / "meta.json" in records
 
-    def save(self):
+    def sync(self, files=()):
+        """Records the counts, after what they count is on the disk."""
+        for file in files:
+            file.flush()
+            os.fsync(file.fileno())
         write_file(self.progress, json.dumps(dict(made_from=self.made_from, counts=self.counts)))
+        self.synced = time.monotonic()
 
     def is_full(self):
         return 0 < self.settings.tokens <= self.counts[f"{self.sources[0].split}_tokens"]
 
     def write_splits(self):
         """Writes the tokens of the input files that are not done."""
-        if self.progress.exists():
-            self.counts.update(json.loads(self.progress.read_text())["counts"])
-        self.save()                                     # from now on the folder is known as ours
+        self.sync()                                     # from now on the folder is known as ours
         with contextlib.ExitStack() as opened:
             pool = opened.enter_context(ThreadPoolExecutor(os.cpu_count()))
             self.bar = opened.enter_context(tqdm(desc=str(self.out), unit="tok", unit_scale=True))
@@ -180,116 +220,114 @@ class Preparation:
                     self.write_source(source, files, pool)
 
     def write_source(self, source, files, pool):
-        """Writes the tokens of an input file, and then the counts. Removes the file if it was downloaded."""
+        """Writes the tokens of an input file, and counts it. Removes the file if it was downloaded."""
         path = source.fetch()
         documents = self.read(source, path)
         while not self.is_full() and (batch := list(islice(documents, BATCH))):
             for document in pool.map(self.tokenise, batch):
                 if not self.is_full():
                     self.write(files, *document)
-        for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())
         self.counts["files"] += 1
-        self.save()
-        if (self.parts / "download").resolve() in path.resolve().parents:
+        downloaded = (self.parts / "download").resolve() in path.resolve().parents
+        is_last = self.is_full() or source is self.sources[-1]
+        if downloaded or is_last or time.monotonic() - self.synced >= SYNC_SECONDS:
+            self.sync(files.values())
+        if downloaded:
             path.unlink()
 
     def read(self, source, path):
-        """Yields (split, text, why) of every document of a file. Blank lines and blank .txt files are none.
-
-        split None: that of a document which `write` chooses. For a bad document, and for the rest of a damaged file,
-        text is "", and why says where and why; else that is "". Raises UserError if the system cannot read the file.
-        """
+        """Yields (split, text) of every document of a file; split None: that which `write` chooses. Blank lines and
+        blank .txt files are none. Raises UserError if the system cannot read the file, and see `reject`."""
         line, damaged = 0, zlib.error
         try:
             with open(path, "rb") as file:
-                lines, damaged = decompressed(file, source.name)
-                if is_text(source.name):
-                    lines = iter(lines.read, b"")       # one line
-                for line, raw in enumerate(lines, 1):
+                content, damaged = decompressed(file, source.name)
+                for line, raw in enumerate(records(content, source.name), 1):
                     try:
                         yield from self.documents(source, text_of(raw, source.name, self.settings.text_key))
+                    except UnicodeDecodeError as error:
+                        self.reject(source, *not_utf8(error, line, path, source.name))
                     except ValueError as error:
-                        yield source.split, "", f"{source.name}:{line}: {error}"
+                        self.reject(source, f"{source.name}:{line}: {error}")
         except (OSError, EOFError, damaged) as error:
             if getattr(error, "errno", None):           # an error of the system; damaged data has no errno
                 raise UserError(f"{path} cannot be read ({error.strerror}): mend that, and {AGAIN}") from None
-            yield source.split, "", f"{source.name}:{line + 1}: the rest of the file is damaged ({error})"
+            self.reject(source, f"{source.name}:{line + 1}: the rest of the file is damaged ({error})")
+
+    def reject(self, source, what, cure=f"correct it and {ELSEWHERE}"):
+        """Counts a bad document, or the bad rest of a file. Raises UserError without --skip_bad. what: where and what
+        is wrong."""
+        if not self.settings.skip_bad:
+            alone = is_text(source.name) and sum(s.split == source.split for s in self.sources) == 1
+            raise UserError(f"{what}; {'' if alone else f'add --skip_bad and {AGAIN} without it, or '}{cure}")
+        if not self.counts["last"]:                     # else it has been told before
+            print(f"skipped {what}", file=sys.stderr)
+        self.counts["skipped"] += 1
 
     def documents(self, source, text):
         """The documents of a record, see `read`: one, none if it is blank, or what `split_on` or `end_of` makes of
         it."""
-        split = None if self.share and source.split == "train" else source.split
-        pieces = text.split(self.settings.split_on) if self.settings.split_on else [text]
-        found = [(split, piece, "") for piece in pieces]
-        if self.keeps_end and is_text(source.name):
-            begin = end_of(text, min(self.share, VAL_BYTES / max(1, len(text))))
-            found = [("train", text[:begin], ""), ("val", text[begin:], "")]
-        return [document for document in found if document[1].strip()]
+        if self.keeps_ends and source.split == "train" and is_text(source.name):
+            begin = end_of(text, self.share)
+            found = [("train", text[:begin]), ("val", text[begin:])]
+        else:
+            split, mark = None if self.share and source.split == "train" else source.split, self.settings.split_on
+            found = [(split, piece) for piece in (text.split(mark) if mark else [text])]
+            self.counts["separators"] += len(found) - 1
+        return [(split, piece) for split, piece in found if piece.strip()]
 
     def tokenise(self, document):
-        """(split, why, tokens, UTF-8 bytes, whether it contains END_OF_TEXT) of a document, see `read`. Runs in
-        threads: tiktoken releases the interpreter lock."""
-        split, text, why = document
-        return split, why, *encode(self.tokenizer, text), END_OF_TEXT in text
+        """(split, names of special tokens in the text, tokens, UTF-8 bytes) of a document, see `read`. Runs in threads:
+        tiktoken releases the interpreter lock."""
+        split, text = document
+        marked = [name for name in self.tokenizer.special_tokens_set if name in text]
+        return split, marked, *encode(self.tokenizer, text)
 
-    def write(self, files, split, why, tokens, size, marked):
-        """Writes and counts a document, see `tokenise`. Reports a bad one. Raises UserError for it without
-        --skip_bad."""
-        if why and not self.settings.skip_bad:
-            raise UserError(f"{why}; add --skip_bad and {AGAIN} without it, or correct it and {ELSEWHERE}")
-        if why:
-            print(f"skipped {why}", file=sys.stderr)
-            self.counts["skipped"] += 1
-            return
+    def write(self, files, split, marked, tokens, size):
+        """Writes and counts a document, see `tokenise`."""
+        self.counts["documents"] += 1
         if split is None:
-            chosen = zlib.crc32(tokens) < self.share * 2**32
-            room = self.settings.val_fraction is not None or self.counts["val_utf8_bytes"] + size <= VAL_BYTES
-            split = "val" if chosen and room else "train"
+            # Validation gets its share of the documents so far, whatever their sizes. A hash decides when.
+            due = self.share * self.counts["documents"] - self.counts["val_documents"]
+            split = "val" if due > zlib.crc32(tokens) / 2**32 else "train"
+        if self.counts["documents"] == self.counts["last"]:
+            split = "train" if self.counts["val_documents"] else "val"
         files[split].write(tokens)
-        self.counts.update({f"{split}_tokens": len(tokens), f"{split}_documents": 1, f"{split}_utf8_bytes": size,
-                            "marked": marked})
-        self.counts |= {"last_tokens": len(tokens), "last_utf8_bytes": size}
+        self.counts.update({f"{split}_tokens": len(tokens), f"{split}_documents": 1, f"{split}_utf8_bytes": size})
+        self.counts.update(marked)
         self.bar.update(len(tokens))
-
-    def move_last(self, split):
-        """Moves the last document to a split that has none, from the other one."""
-        other = "val" if split == "train" else "train"
-        n, size = self.counts["last_tokens"], self.counts["last_utf8_bytes"]
-        with open(self.out / f"{other}.bin", "r+b") as file:
-            begin = file.seek(-2 * n, os.SEEK_END)
-            last = file.read()
-            write_file(self.out / f"{split}.bin", lambda whole: whole.write(last))
-            for key, count in dict(tokens=n, documents=1, utf8_bytes=size).items():
-                self.counts.update({f"{split}_{key}": count, f"{other}_{key}": -count})
-            self.save()                                 # if the run ends here, the next one cuts the other file
-            file.truncate(begin)
 
     def finish(self):
         """Writes meta.json. Raises UserError, and leaves nothing, if a split has no document."""
-        n = self.counts["train_documents"] + self.counts["val_documents"]
-        for split in self.splits:
-            if self.share and n > 1 and not self.counts[f"{split}_documents"]:
-                self.move_last(split)
+        n, mark, wrong = self.counts["documents"], self.settings.split_on, ""
         splits = {split: {key: self.counts[f"{split}_{key}"] for key in ("tokens", "documents", "utf8_bytes")}
                   for split in sorted(self.splits)}
         empty = [split for split, counts in splits.items() if not counts["documents"]]
-        if empty:
+        if mark and n and not self.counts["separators"]:
+            wrong = f"--split_on {mark!r} occurs nowhere in the text: correct it, or leave it out"
+        elif empty and self.share and n > 1:            # chance left it empty: it gets the last document
+            self.counts = Counter(last=n)
+            self.write_splits()
+            return self.finish()
+        elif empty:
+            wrong = (f"{n} documents were found, none for the {empty[0]} split: give more text, or keep none for "
+                     "validation by --val_fraction 0")
+        if wrong:
             shutil.rmtree(self.parts)
             for split in splits:
                 (self.out / f"{split}.bin").unlink()
-            advice = "name text with --val, or keep everything for training with --val_fraction 0"
-            raise UserError(f"{n} documents were found, none for the {empty[0]} split: {advice if n else 'give text'}")
+            raise UserError(wrong)
         write_meta(self.out, self.origin, self.revision, self.settings.tokenizer, splits, self.counts["skipped"],
                    self.made_from)
-        train, val = self.counts["train_utf8_bytes"], self.counts["val_utf8_bytes"]
-        if self.settings.val_fraction is None:
-            print(f"kept {val:,} of {train + val:,} bytes of text for validation; --val FILE names other text, "
-                  "--val_fraction 0 keeps nothing")
-        if self.counts["marked"]:
-            print(f"{self.counts['marked']:,} documents contain {END_OF_TEXT}, which stays ordinary text; if it ends "
-                  f"documents, prepare them again with --split_on '{END_OF_TEXT}' and another --out")
+        if self.share:
+            ends = "the end of each .txt" + ", and other documents" * any(not is_text(s.name) for s in self.sources)
+            how = ends if self.keeps_ends else f"{self.counts['val_documents']:,} of {n:,} documents"
+            total = self.counts["train_utf8_bytes"] + self.counts["val_utf8_bytes"]
+            print(f"kept {self.counts['val_utf8_bytes']:,} of {total:,} bytes of text for validation, {how}; --val "
+                  "FILE names other text, --val_fraction 0 keeps nothing")
+        for name in sorted(self.tokenizer.special_tokens_set & self.counts.keys()):
+            print(f"{self.counts[name]:,} documents contain {name}, which stays ordinary text; if it ends them, add "
+                  f"--split_on '{name}' and another --out; docs/forking.md says how it becomes a token")
 
 
 # ----------------------------------------------------------------------------------------------
@@ -297,14 +335,12 @@ class Preparation:
 
 def local_sources(paths, split):
     """Sources for the user's own files. Raises UserError for a missing file or an unknown ending."""
-    sources = []
     for path in map(Path, paths):
         if not path.is_file() or not re.search(r"\.(jsonl|json|txt)(\.zst|\.gz)?$", path.name, re.IGNORECASE):
             raise UserError(f"{path} is not a file with one of the endings .jsonl, .json and .txt, perhaps before "
                             ".zst or .gz: name such files")
-        stat = path.stat()
-        sources.append(Source(split, path.name, functools.partial(Path, path), stat.st_size, stat.st_mtime_ns))
-    return sources
+    return [Source(split, str(path), functools.partial(Path, path), (stat := os.stat(path)).st_size, stat.st_mtime_ns)
+            for path in paths]
 
 
 def from_hub(repo, call, *args, **kwargs):
@@ -312,10 +348,9 @@ def from_hub(repo, call, *args, **kwargs):
     try:
         return call(repo, *args, **kwargs)
     except Exception as error:
-        raise UserError(
-            f"{repo} cannot be read from the hub ({type(error).__name__}: {error}): check the network and the room on "
-            f"the disk, and {AGAIN}; or name a copy with --local. A gated data set needs `hf auth login`, and your "
-            f"consent at https://huggingface.co/datasets/{repo}") from None
+        raise UserError(f"{repo} cannot be read from the hub ({type(error).__name__}: {error}): check the network and "
+                        f"the room on the disk, and {AGAIN}; or name a copy with --local. A gated data set needs `hf "
+                        f"auth login`, and your consent at https://huggingface.co/datasets/{repo}") from None
 
 
 def hub_sources(name, out, local):
@@ -351,8 +386,7 @@ def show(path):
           f"{meta.get('skipped', 0)} bad documents skipped")
     for split, info in meta["splits"].items():
         told = [f"{n:,} {key}" for key, n in info.items() if key != "sha256"]
-        if "utf8_bytes" in info:
-            told.append(f"{info['utf8_bytes'] / info['tokens']:.3f} bytes per token")
+        told += [f"{info['utf8_bytes'] / info['tokens']:.3f} bytes per token"] if "utf8_bytes" in info else []
         print(f"{split}: {', '.join(told)}")
         tokens = TokenData(path, split).sequences(min(100, info["tokens"]), 1)[0].numpy()
         documents = np.split(tokens, np.flatnonzero(tokens == eot) + 1)
@@ -360,18 +394,25 @@ def show(path):
         print("   ", " [end of text] ".join(repr(tokenizer.decode(d[d != eot].tolist())) for d in documents))
 
 
+def unescaped(text):
+    r"""The text of --split_on with \n for a line break, \t for a tab, and so on; all documents have \n as line ends."""
+    text = re.sub(r"\\[nrtf\\]", lambda found: found[0].encode().decode("unicode_escape"), text)
+    return text.replace("\r\n", "\n")
+
+
 def parse_arguments(argv):
     path, form = os.path.expanduser, argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("data.py", description=__doc__, formatter_class=form)
-    parser.add_argument("command", choices=TAKES)
+    parser.add_argument("command", type=lambda name: "text" if name == "jsonl" else name, choices=TAKES)
     parser.add_argument("paths", nargs="*", type=path, default=[], metavar="PATH", help="training text; or a folder")
     parser.add_argument("--val", nargs="+", type=path, default=[], metavar="PATH", help="validation text")
     parser.add_argument("--out", type=path, metavar="DIR", help="the folder to make (default: data/COMMAND)")
     parser.add_argument("--local", type=path, metavar="DIR", help="a copy of the hub's files, read instead")
     parser.add_argument("--tokenizer", choices=[*VOCABULARY], default="gpt2", help="default: gpt2")
     parser.add_argument("--tokens", type=float, help="stop here; c4 and paloma: by default 256 x 8192")
-    parser.add_argument("--val_fraction", type=float, help="share of the documents for validation")
-    parser.add_argument("--split_on", default="", metavar="TEXT", help=f"ends a document, for example {END_OF_TEXT}")
+    parser.add_argument("--val_fraction", type=float, help="share of the text for validation")
+    parser.add_argument("--split_on", type=unescaped, default="", metavar="TEXT",
+                        help=f"ends a document, for example {END_OF_TEXT}, or \\n\\n for an empty line")
     parser.add_argument("--text_key", default="text", metavar="NAME", help="the field of the text (default: text)")
     parser.add_argument("--skip_bad", action="store_true", help="report bad documents and go on")
     args = parser.parse_intermixed_args(argv)
@@ -386,31 +427,27 @@ def parse_arguments(argv):
 
 
 def prepare_text(args):
-    """Runs the commands jsonl, dclm, c4 and paloma."""
+    """Runs the commands text, dclm, c4 and paloma."""
     args.tokens, origin, revision = int(args.tokens or 0), "local files", ""
-    if args.command == "jsonl":
+    if args.command == "text":
         sources = local_sources(args.paths, "train") + local_sources(args.val, "val")
         if not sources:
-            raise UserError("no files: name some, as in python data.py jsonl PATH... --out DIR")
-        if args.val_fraction and len(sources) == 1 and is_text(sources[0].name) and not args.split_on:
-            raise UserError(f"{sources[0].name} is one document, which --val_fraction does not divide: leave it out, "
-                            "and the end of the text is kept for validation, or add --split_on")
+            raise UserError("no files: name some, as in python data.py text PATH... --out DIR")
     else:
         if args.command == "dclm" and not args.tokens:
             raise UserError("how many tokens? for example python data.py dclm --tokens 5e9")
         sources, origin, revision = hub_sources(args.command, args.out, args.local)
         args.tokens = args.tokens or 256 * 8192
     if args.val_fraction is None:
-        args.val_fraction = dict(dclm=5e-4, c4=0.0, paloma=0.0, jsonl=0.0 if args.val else None)[args.command]
+        args.val_fraction = dict(dclm=5e-4, c4=0.0, paloma=0.0, text=0.0 if args.val else None)[args.command]
     Preparation(args.out, sources, args, origin, revision).run()
 
 
 def main(argv):
     """Runs one command. Errors end the process as in configurator.script."""
     with script("data.py"):
-        if argv[:1] == ["mcqa"]:
-            raise UserError("question sets are read by lm-evaluation-harness: python eval.py --tasks=hellaswag,piqa")
-        args = parse_arguments(argv)
+        # argparse would take a value such as --- for another option.
+        args = parse_arguments("\0".join(["", *argv]).replace("--split_on\0", "--split_on=").split("\0")[1:])
         args.out = args.out or f"data/{args.command}"
         if args.command == "stdlib":
             prepare_stdlib(args.out)

@@ -1,7 +1,7 @@
 # The four models on bytes, where there is no plateau: 328M bytes of web text, two seeds, evaluated on held-out web text and
 # on novels.
-#     python data.py jsonl web/*.jsonl.zst --val web_held_out.jsonl.zst --tokenizer bytes --out data/web_bytes
-#     python data.py jsonl --val novels_held_out.jsonl.zst --tokenizer bytes --out data/novels_bytes
+#     python data.py text web/*.jsonl.zst --val web_held_out.jsonl.zst --tokenizer bytes --out data/web_bytes
+#     python data.py text --val novels_held_out.jsonl.zst --tokenizer bytes --out data/novels_bytes
 #     python -m tools.sweep config/sweep/bytes.py
 out_dir = "out/sweep_bytes"
 _models = {"attention": "attn_every=1 block_len=2048", "diffumamba_h": "attn_every=4 block_len=2048 learning_rate=4e-3",

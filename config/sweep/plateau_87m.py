@@ -1,7 +1,7 @@
 # When an 87M model leaves its first plateau: full-sequence attention and BDLM Mamba-H with noise of the middle, with
 # short sequences first, with both and with neither; then all four models and two seeds with both. The learning rate
 # rises by 8e-6 a step.
-#     python data.py jsonl web/*.jsonl.zst --val web_held_out.jsonl.zst --out data/web
+#     python data.py text web/*.jsonl.zst --val web_held_out.jsonl.zst --out data/web
 #     python -m tools.sweep config/sweep/plateau_87m.py
 # A step has 16 x 8192 tokens. Each of the 14 runs takes two to three minutes on one H100.
 out_dir = "out/sweep_plateau"

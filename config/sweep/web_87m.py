@@ -1,7 +1,7 @@
 # The paper's four models at 87M on the same web text, each at its best learning rate in the paper's grid
 # (tab:validation-87m-full), evaluated on held-out web text and on novels.
-#     python data.py jsonl web/*.jsonl.zst --val web_held_out.jsonl.zst --out data/web
-#     python data.py jsonl --val novels_held_out.jsonl.zst --out data/novels
+#     python data.py text web/*.jsonl.zst --val web_held_out.jsonl.zst --out data/web
+#     python data.py text --val novels_held_out.jsonl.zst --out data/novels
 #     python -m tools.sweep config/sweep/web_87m.py
 # A step has 16 x 8192 tokens: 2,500 steps are 327.7M tokens. The learning rate rises by 8e-6 a step and falls by a cosine
 # to the last step. Two GPUs train two models side by side, one GPU one after the other.

@@ -1,6 +1,11 @@
 """Texts and folders that data.py cannot use: each ends in a sentence that names the place, and nothing is lost."""
+import gzip
 import os
 import random
+import shutil
+import subprocess
+import types
+from pathlib import Path
 
 import pytest
 
@@ -8,17 +13,15 @@ import data
 from configurator import lock
 from configurator import UserError
 from conftest import script
-from test_data import TEXTS, documents, edit_meta, folder_bytes, make_folder, prepared, write_jsonl
+from test_data import TEXTS, decoded, documents, edit_meta, folder_bytes, make_folder, prepared, write_jsonl
 from tools import prepare
 
 
 REFUSED = {
     "truncated": (lambda f: os.truncate(f / "train.bin", 2), "truncated: remove .* and prepare it again"),
-    "missing": (lambda f: (f / "train.bin").unlink(), "missing"),
     "an earlier format": (lambda f: edit_meta(f, format=1), "of another format"),
-    "another tokenizer": (lambda f: edit_meta(f, tokenizer="gpt2"), "holds gpt2 tokens, not bytes .*--tokenizer=gpt2"),
+    "another tokenizer": (lambda f: edit_meta(f, tokenizer="gpt2"), "gpt2 tokens, not bytes .* with --tokenizer bytes"),
     "another split": (lambda f: edit_meta(f, splits={}), "no train split: .*python data.py --help"),
-    "question sets": (lambda f: (f / "meta.json").write_text('{"format": 2, "tasks": {}}'), "holds no text"),
     "a mask in the data": (lambda f: (f / "train.bin").write_bytes(b"\x01\x01" + (f / "train.bin").read_bytes()[2:]),
                            "token 257, outside its vocabulary"),
 }
@@ -26,37 +29,33 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_damaged_folder_is_refused(tmp_path, case):
-    folder = make_folder(tmp_path)
-    damage, message = REFUSED[case]
+    folder, (damage, message) = make_folder(tmp_path), REFUSED[case]
     damage(folder)
     with pytest.raises(UserError, match=message):
         data.TokenData(folder, "train", "bytes").sequences(16)
 
 
-def test_a_text_shorter_than_a_sequence_is_refused(tmp_path):
-    with pytest.raises(UserError, match="fewer than one sequence of 1,000,000"):
-        data.TokenData(make_folder(tmp_path), "train").batch(0, 0, [0], 1, 10 ** 6)
-
-
-def test_gpt2_without_its_files_is_one_sentence(monkeypatch):
+def test_gpt2_without_its_files_and_a_tokenizer_without_all_bytes_are_one_sentence(monkeypatch):
     def unreachable(name):
         raise ConnectionError("no route to host")
-    monkeypatch.setattr(data.tiktoken, "get_encoding", unreachable)
-    with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR"):
-        data.get_tokenizer.__wrapped__("gpt2")
+    dna = types.SimpleNamespace(_pat_str=".", _mergeable_ranks={b"A": 0}, _special_tokens={"<|endoftext|>": 1})
+    for found, message in (unreachable, "TIKTOKEN_CACHE_DIR .*--tokenizer bytes"), (lambda name: dna, "byte b'.x00'"):
+        monkeypatch.setattr(data.tiktoken, "get_encoding", found)
+        with pytest.raises(UserError, match=message):
+            data.get_tokenizer.__wrapped__("gpt2")
 
 
 GOOD = dict(text="good")
 NOISE = [dict(text=random.Random(i).randbytes(2000).hex()) for i in range(40)]
 BAD = {
     "not JSON": ("a.jsonl", [GOOD, b"{", GOOD], 0, "a.jsonl:2: not a JSON object"),
-    "an array": ("a.jsonl", [[GOOD, GOOD]], 0, "a.jsonl:1: .* one is expected on each line"),
+    "an array that is not": ("a.json", [b'[{"text": "a"},', b"]"], 0, "a.json:1: .*line 2 column 1.* or one array of"),
+    "in an array": ("a.json", [[GOOD, 7, GOOD]], 0, "a.json:2: not a JSON object .7."),
     "no text": ("a.jsonl.zst", [GOOD, dict(url="x", body="y"), GOOD], 0,
                 'a.jsonl.zst:2: no text in "text"; --text_key .*.url., .body..'),
-    "empty": ("a.jsonl.gz", [GOOD, GOOD, dict(text="")], 0, "a.jsonl.gz:3: an empty document"),
-    "a byte order mark": ("a.jsonl", [GOOD, dict(text="\ufeff")], 0, "a.jsonl:2: an empty document"),
-    "not UTF-8": ("a.jsonl", [GOOD, b'{"text": "\xff"}'], 0, "a.jsonl:2: .*utf-8"),
-    "latin text": ("a.txt", [b"caf\xe9"], 0, "a.txt:1: .*utf-8"),
+    "empty": ("a.jsonl.gz", [GOOD, GOOD, dict(text="\ufeff")], 0, "a.jsonl.gz:3: an empty document"),
+    "not UTF-8": ("a.jsonl", [GOOD, b'{"text": "\xff"}'], 0, "a.jsonl is not UTF-8 .line 2, byte 0xff"),
+    "damaged": ("a.txt", ["é\n".encode(), b"\xff"], 0, "a.txt is not UTF-8 .line 3, byte 0xff"),
     "truncated gz": ("a.jsonl.gz", NOISE, 200, r"a.jsonl.gz:\d+: the rest of the file is damaged .*end-of-stream"),
     "truncated zst": ("a.jsonl.zst", NOISE, 200, r"a.jsonl.zst:\d+: the rest of the file is damaged .Compressed file"),
 }
@@ -69,22 +68,30 @@ def test_bad_input_is_named_by_file_and_line_and_can_be_skipped(tmp_path, case):
     os.truncate(bad, bad.stat().st_size - cut)
     paths = [write_jsonl(tmp_path / "0.jsonl", documents(TEXTS)), bad,
              write_jsonl(tmp_path / "z.jsonl", documents(TEXTS))]
-    with pytest.raises(UserError, match=message + ".*--skip_bad.* another --out$"):
+    cure = "-f utf-8 -c -t" if case == "damaged" else "-f cp1252" if case == "not UTF-8" else "another --out$"
+    with pytest.raises(UserError, match=f"{message}.*; add --skip_bad and run.*{cure}"):
         prepared(tmp_path / "out", paths)
     meta = prepared(tmp_path / "out", paths, skip_bad=True)
     assert meta["skipped"] == 1 and meta["splits"]["train"]["documents"] >= 2 * len(TEXTS)
-    prepared(tmp_path / "again", paths, skip_bad=True)
-    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "again")
+
+
+@pytest.mark.skipif(not shutil.which("iconv"), reason="needs the program iconv")
+@pytest.mark.parametrize("name", ["it's 1.txt", "a b.txt.gz"])
+@pytest.mark.parametrize("encoding, byte", [("cp1252", "line 2, byte 0x93"), ("utf-16", "0xff"), ("utf-16-le", "0x00")])
+def test_another_encoding_is_told_with_the_command_that_converts_it(tmp_path, monkeypatch, name, encoding, byte):
+    monkeypatch.chdir(tmp_path)
+    text = "a book\n" + "\u201ccaf\xe9\u201d\n" * (encoding != "utf-16-le")
+    Path(name).write_bytes((gzip.compress if name.endswith("gz") else bytes)(text.encode(encoding)))
+    error = script("data.py", "text", name, "--tokenizer=bytes", "--out=out")[2]
+    assert f"{name} is not UTF-8 (line" in error and byte in error and "--skip_bad" not in error
+    subprocess.run(error.split("new file: ")[1], shell=True, check=True)
+    prepared("new", [*Path().glob("utf8-*.txt")])
+    assert decoded("new", "train") == [text]
 
 
 def test_half_a_surrogate_pair_becomes_the_replacement_character():
     tokens, n_bytes = data.encode(data.get_tokenizer("bytes"), "a\ud800b")
     assert bytes(tokens[:-1].tolist()).decode() == "a\ufffdb" and n_bytes == 5
-
-
-def test_a_blank_line_is_no_document(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [GOOD, b"", GOOD, b"  "])
-    assert prepared(tmp_path / "out", [path])["splits"]["train"]["documents"] == 2
 
 
 @pytest.mark.parametrize("command", ["stdlib", "jsonl {path} --tokenizer bytes"])
@@ -106,8 +113,7 @@ def test_files_of_the_user_stay_where_they_are(tmp_path, monkeypatch):
     (tmp_path / "new").mkdir()
     monkeypatch.chdir(tmp_path / "new")
     arguments = ["jsonl", "../mine/a.jsonl", "--val_fraction", 0.3, "--tokenizer", "bytes", "--out", "."]
-    assert script("data.py", *arguments)[0] == 0
-    assert path.is_file() and (tmp_path / "new" / "meta.json").is_file()
+    assert script("data.py", *arguments)[0] == 0 and path.is_file() and Path("meta.json").is_file()
     before = folder_bytes(".")
     assert "local files" in script("data.py", "stdlib", "--out", ".")[1] and folder_bytes(".") == before
 
@@ -115,22 +121,17 @@ def test_files_of_the_user_stay_where_they_are(tmp_path, monkeypatch):
 def test_two_preparations_of_one_folder_do_not_run_at_a_time(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", documents(TEXTS))
     (tmp_path / "out" / "parts").mkdir(parents=True)
-    with lock(tmp_path / "out" / "parts" / "lock", ""):
-        with pytest.raises(UserError, match="another process is writing to .*out; wait for it, or choose another"):
-            prepared(tmp_path / "out", [path])
+    refusal = "another process is writing to .*out; wait for it, or choose another"
+    with lock(tmp_path / "out" / "parts" / "lock", ""), pytest.raises(UserError, match=refusal):
+        prepared(tmp_path / "out", [path])
     assert prepared(tmp_path / "out", [path])
 
 
 def test_a_file_that_may_not_be_read_is_no_bad_document(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", documents(TEXTS))
-
-    def refuse(name, *args):
-        if name == path:
-            raise PermissionError(13, "Permission denied", str(name))
-        return open(name, *args)
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "open", refuse, raising=False)
-        with pytest.raises(UserError, match="a.jsonl cannot be read .Permission denied"):
+        patch.setattr(prepare, "open", lambda name, *mode: open("/no" if name == path else name, *mode), raising=False)
+        with pytest.raises(UserError, match="a.jsonl cannot be read .No such file"):
             prepared(tmp_path / "out", [path], skip_bad=True)
     meta = prepared(tmp_path / "out", [path], skip_bad=True)
     assert meta["skipped"] == 0 and meta["splits"]["train"]["documents"] == len(TEXTS)
@@ -143,5 +144,6 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path
     assert prepared(tmp_path / "out", [path]) == meta
     with pytest.raises(UserError, match="size or time.: choose another --out"):
         prepared(tmp_path / "out", [path], val_fraction=0.5)
-    with pytest.raises(UserError, match="not empty.*: choose another --out$"):
-        prepared(tmp_path, [path])
+    os.utime(path, ns=(0, 0))                           # a text that has changed may have the size that it had
+    with pytest.raises(UserError, match="or the files have changed"):
+        prepared(tmp_path / "out", [path])
