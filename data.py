@@ -185,12 +185,11 @@ class TokenData:
     folders must have been prepared with; "auto" accepts any, but all folders must have the same. Raises UserError if a
     folder is unfinished or damaged, has no such split, or holds tokens of another tokenizer.
 
-    files: [(path, number of tokens)] of the split in each folder. n_tokens: in all of them. sha256: a list with the
-    checksum of each file, None where meta.json has none.
+    files: [(path, number of tokens)] of the split in each folder. n_tokens: in all of them.
     """
 
     def __init__(self, paths, split, tokenizer="auto"):
-        self.files, self.sha256, self.tokenizer = [], [], tokenizer
+        self.files, self.tokenizer = [], tokenizer
         for path in str(paths).split(","):
             meta = read_meta(path)
             if self.tokenizer not in ("auto", meta["tokenizer"]):
@@ -204,7 +203,6 @@ class TokenData:
                 raise UserError(f"{file} is missing or truncated: remove {path} and prepare it again")
             self.tokenizer = meta["tokenizer"]
             self.files.append((file, info["tokens"]))
-            self.sha256.append(info.get("sha256"))
         self.n_tokens = sum(size for _, size in self.files)
 
     def n_windows(self, seq_len):

@@ -18,7 +18,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-# Must be imported before the process group exists: else gloo's threads outlive it (tests/robust/test_faults.py).
+# Must be imported before the process group exists: else gloo's threads outlive it.
 import torch.distributed.nn
 
 import ops
@@ -84,12 +84,7 @@ def select_kernels(setting, device, training=True):
             raise UserError(f"kernels=mamba_ssm needs a GPU of compute capability 8.0 or more, and the folder fast/; "
                             f"this is {device}; use --kernels=auto")
         from fast import mamba_ssm
-        try:
-            return mamba_ssm.select()
-        except ImportError as error:
-            raise UserError(f"kernels=mamba_ssm needs the package mamba-ssm ({error}); MAMBA_FORCE_BUILD=TRUE "
-                            f"MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation "
-                            f"mamba-ssm==2.3.2.post1 einops") from None
+        return mamba_ssm.select()
     if torch.device(device).type != "cuda":
         return "kernels: plain"
     if setting == "torch":
@@ -204,10 +199,19 @@ def progress(parallel, what, total, unit, terse=False):
                 disable=parallel.rank > 0 or (terse and not terminal))
 
 
-def is_lost_rank(error):
-    """Whether a collective failed because another process has ended or does not answer."""
-    words = ("peer", "timed out", "timeout", "connection", "socket", "nccl")
-    return dist.is_initialized() and any(word in str(error).lower() for word in words)
+@contextlib.contextmanager
+def end_if_a_rank_is_lost(name):
+    """A context for the body of the script `name`, around `script`. Ends this process with one sentence and status 1 if
+    a collective failed because another process has ended or does not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        words = ("peer", "timed out", "timeout", "connection", "socket", "nccl")
+        if not (dist.is_initialized() and any(word in str(error).lower() for word in words)):
+            raise
+        print(f"{name}: another process of this run is gone or silent, or the network between them fails "
+              f"({' '.join(str(error).split())}); continue a training with --resume", file=sys.stderr, flush=True)
+        os._exit(1)                     # a normal exit would wait for collectives that never end
 
 
 def micro_batches_of(rank, world, batch_size, micro_batch_size):
@@ -215,12 +219,12 @@ def micro_batches_of(rank, world, batch_size, micro_batch_size):
     UserError if batch_size is not a multiple of world, or a rank's rows are not a multiple of micro_batch_size."""
     if batch_size % world:
         raise UserError(f"batch_size must be a multiple of the {world} processes, but is {batch_size}; "
-                        f"use --batch_size={max(batch_size // world, 1) * world}")
+                        f"use --batch_size={max(round(batch_size / world), 1) * world}")
     own = batch_size // world
     micro = min(micro_batch_size or own, own)
     if own % micro:
-        raise UserError(f"micro_batch_size must divide the {own} sequences that each process has per step, "
-                        f"but is {micro}; use --micro_batch_size=1")
+        raise UserError(f"micro_batch_size must divide the {own} sequences that each process has per step, but is "
+                        f"{micro}; use --micro_batch_size={max(n for n in range(1, micro) if own % n == 0)}")
     return [range(i, i + micro) for i in range(rank * own, (rank + 1) * own, micro)]
 
 
@@ -313,8 +317,7 @@ class ShardedAdamW:
             f["shard"].copy_(f["flat"][f["own"]])
             state = dict(step=torch.tensor(float(saved["step"]), device=f["shard"].device))
             for key in ("exp_avg", "exp_avg_sq"):
-                if wrong := [name for name, shape in f["shapes"].items() if saved[name][key].shape != shape]:
-                    raise UserError(f"the checkpoint is damaged: AdamW's {key} of {wrong[0]} has another shape")
-                full = torch.cat([*(saved[name][key].flatten() for name in f["shapes"]), torch.zeros(f["sizes"][-1])])
+                parts = [saved[name][key].view(shape).flatten() for name, shape in f["shapes"].items()]
+                full = torch.cat([*parts, torch.zeros(f["sizes"][-1])])        # (n,)
                 state[key] = full[f["own"]].to(f["shard"], copy=True)
             self.adamw.state[f["shard"]] = state

@@ -16,14 +16,20 @@ import types
 import torch
 
 import ops
+from configurator import UserError
 from fast import plain
 
 CHUNK = 256                             # the longest chunk
 
 
 def select():
-    """Fills ops.FAST. Returns one line that names the kernels in use. Raises ImportError without mamba-ssm."""
-    library()
+    """Fills ops.FAST. Returns one line that names the kernels in use. Raises UserError without mamba-ssm."""
+    try:
+        library()
+    except ImportError as error:
+        raise UserError(f"kernels=mamba_ssm needs the package mamba-ssm ({error}); MAMBA_FORCE_BUILD=TRUE "
+                        f"MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation "
+                        f"mamba-ssm==2.3.2.post1 einops") from None
     ops.FAST["ssd_scan"] = ssd_scan
     if importlib.util.find_spec("causal_conv1d"):
         ops.FAST["causal_conv"] = causal_conv

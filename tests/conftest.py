@@ -176,10 +176,10 @@ def signals_put_back():
 def run_train(argv, patch=lambda module: None):
     """train.py's main in this process, after `patch` has changed the module."""
     module = module_of("train")
-    configure(vars(module), argv)
+    given = configure(vars(module), argv)
     patch(module)
     with signals_put_back():
-        module.main()
+        module.main(given)
     return module
 
 

@@ -8,16 +8,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from checkpoint import load_checkpoint
 from configurator import UserError
-from conftest import (EIGHT_STEPS, NOISE, child_main, free_port, make_model, run_train as run, signals_put_back, start_ranks,
-                      state_of)
+from conftest import (EIGHT_STEPS, NOISE, child_main, free_port, make_model, module_of, run_train as run,
+                      signals_put_back, start_ranks, state_of)
 from data import TokenData
 from model import BlockDiffusionLM, ModelConfig
 from paper import transfer_lr
 from parallel import ShardedAdamW
-from test_data import TEXTS, documents, prepared, write_jsonl
 from test_eval import sums_of
 from tools.loss import read_log
-from train import learning_rate_at
 
 
 def test_every_row_has_noise_and_data_of_its_own_and_every_step_its_learning_rate_and_clipping(
@@ -32,10 +30,10 @@ def test_every_row_has_noise_and_data_of_its_own_and_every_step_its_learning_rat
         return t, is_masked
     monkeypatch.setattr(BlockDiffusionLM, "draw_noise", recorded)
     monkeypatch.setattr(ShardedAdamW, "step", lambda self, *update: updates.append(update) or step(self, *update))
-    run([*tiny, "--micro_batch_size=2", "--grad_clip=0.5"])
+    train = run([*tiny, "--micro_batch_size=2", "--grad_clip=0.5"])
     assert len(noise) == len(rows) == 4 * 4             # four steps of four rows
     rates, scales = zip(*updates)
-    assert list(rates) == [learning_rate_at(i, 1e-2, 1e-6, 1, 4) for i in range(4)]
+    assert list(rates) == [train.learning_rate_at(i) for i in range(4)]
     norms = [row["grad_norm"] for row in read_log(tmp_path / "log.jsonl") if "loss" in row]
     assert scales == pytest.approx([min(1, 0.5 / norm) for norm in norms], rel=1e-3)
     assert min(scales) < 0.9, "nothing was clipped"
@@ -152,8 +150,11 @@ def test_learning_rate_transfer_gives_the_papers_figures():
     assert f"{transfer_lr(8e-3, 832 / 448, 18 / 12, 64 / 32, 17.65 / 5.000):.2e}" == "2.65e-03"
 
 
-def test_the_schedule_warms_up_then_falls_to_the_floor():
-    rates = [learning_rate_at(i, 1.0, 1e-6, 10, 100) for i in range(101)]
+@pytest.mark.parametrize("warmup_iters", [10, -1])
+def test_the_schedule_warms_up_then_falls_to_the_floor(warmup_iters):
+    train = module_of("train")
+    vars(train).update(learning_rate=1.0, min_lr=1e-6, warmup_iters=warmup_iters, max_iters=100)
+    rates = [train.learning_rate_at(i) for i in range(101)]
     assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0 and rates[100] == pytest.approx(1e-6)
     assert all(a > b for a, b in zip(rates[10:], rates[11:]))
 
@@ -179,10 +180,10 @@ def test_a_run_that_was_killed_resumes_exactly_and_keeps_the_weights_of_the_lowe
     losses, seen = iter([3.0, 2.0, 2.5, 2.5, 2.25]), []
 
     def patch(module):
-        def stop_in_step_seven(step, *rest):
+        def stop_in_step_seven(step, rate=module.learning_rate_at):
             if step == 6 and len(seen) == 3:
                 raise KeyboardInterrupt
-            return learning_rate_at(step, *rest)
+            return rate(step)
 
         def scored(model, x, *rest, **more):            # as a model that overfits after step 4
             seen.append({name: p.clone() for name, p in model.state_dict().items()})
@@ -198,21 +199,56 @@ def test_a_run_that_was_killed_resumes_exactly_and_keeps_the_weights_of_the_lowe
     best = load_checkpoint(tmp_path / "best.pt")
     torch.testing.assert_close(best["model"], seen[1], rtol=0, atol=0)
     assert best["step"] == 4 and "optimizer" not in best
-    (tmp_path / "ckpt.pt").unlink()
-    with pytest.raises(UserError, match="no checkpoint can be read from .*ckpt.pt"):
-        run([*argv, "--resume"])
     run([*tiny, f"--out_dir={tmp_path}/more", f"--init_from={tmp_path}/best.pt"])
 
 
-def test_several_folders_are_one_text_and_each_is_known_by_its_checksum(corpus, tiny, tmp_path):
-    paths, other = [write_jsonl(tmp_path / f"{split}.jsonl", documents(TEXTS)) for split in "ab"], tmp_path / "other"
-    prepared(other, paths[:1], paths[1:])
-    argv = [*tiny, f"--data={corpus},{other}"]
-    run(argv)
-    texts = [TokenData(folder, "train").sha256[0] for folder in (corpus, other)]
-    assert load_checkpoint(tmp_path / "ckpt.pt")["text"] == texts and texts[0] != texts[1]
-    run([*argv, "--resume", "--max_iters=5"])
-    meta = other / "meta.json"
-    meta.write_text(meta.read_text().replace(texts[1], "0" * 64))              # as if another text was prepared there
-    with pytest.raises(UserError, match="holds another text than when"):
-        run([*argv, "--resume", "--max_iters=6"])
+@pytest.fixture
+def copied(trained, tmp_path):
+    """The folder `out` with a copy of `trained`."""
+    return shutil.copytree(trained, tmp_path / "out")
+
+
+def change_checkpoint(path, **settings):
+    record = torch.load(path)
+    record["settings"].update(settings)
+    torch.save(record, path)
+
+
+def test_resume_takes_its_settings_from_the_checkpoint_and_the_command_line_wins(copied, tmp_path, capsys):
+    """The checkpoint is of another revision, folder and machine, one with 8 GPUs."""
+    theirs = dict(eval_only=False, out_dir="elsewhere", device="cuda:99", batch_size=24, micro_batch_size=3)
+    change_checkpoint(copied / "ckpt.pt", **theirs)
+    (tmp_path / "more.py").write_text("max_iters = 9\nlog_interval = 100\nseed = 1337")     # the last two: the defaults
+    before, argv = load_checkpoint(copied / "ckpt.pt")["settings"], ["--resume", f"--out_dir={copied}"]
+    with pytest.raises(UserError, match="no device 'cuda:99'; use --device=auto"):
+        run(argv)
+    run([*argv, str(tmp_path / "more.py"), "--learning_rate=1e-2", "--device=cpu"])
+    changes = "max_iters: 8 -> 9, log_interval: 3 -> 100, device: cuda:99 -> cpu"
+    assert f"resuming at step 8 with {changes}\n" in capsys.readouterr().out
+    record, ours = load_checkpoint(copied / "ckpt.pt"), dict(max_iters=9, log_interval=100, device="cpu", resume=True)
+    assert record["step"] == 9 and {**before, **record["settings"]} == {**before, **ours, "out_dir": str(copied)}
+
+
+def test_resume_refuses_another_text_and_keeps_the_checkpoint(copied, corpus, tmp_path):
+    before, argv = (copied / "ckpt.pt").read_bytes(), ["--resume", f"--out_dir={copied}"]
+    other = shutil.copytree(corpus, tmp_path / "other")
+    with pytest.raises(UserError, match=f"was trained on {corpus}, not on .*other: leave data out .* or begin with "
+                                        f"--init_from=.*ckpt.pt --out_dir=FOLDER"):
+        run([*argv, f"--data={other}"])
+    assert (copied / "ckpt.pt").read_bytes() == before
+    (tmp_path / "link").symlink_to(other)
+    change_checkpoint(copied / "ckpt.pt", data=str(tmp_path / "link"))         # the text has moved
+    run([*argv, f"--data={other}/", "--max_iters=9"])
+    assert state_of(copied)["step"] == 9
+
+
+@pytest.mark.parametrize("more, best", [([], 8), (["--eval_sequences=2"], 9), (["--seq_len=16"], 9), (["--seed=2"], 9)])
+def test_the_record_of_best_is_of_one_validation(copied, capsys, more, best):
+    """Its losses are compared only if the same sequences were scored with the same noise."""
+    losses = iter([100, 99])                            # at steps 8 and 9, worse than all before
+
+    def patch(module):
+        module.nelbo_sums = lambda model, x, *rest, **more: np.full((len(x), 2, 3), next(losses) * x.size(1))
+    run(["--resume", f"--out_dir={copied}", "--max_iters=9", *more], patch)
+    assert load_checkpoint(copied / "best.pt")["step"] == best
+    assert f"validation was lowest at step {best} (" in capsys.readouterr().out.splitlines()[-1]

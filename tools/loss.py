@@ -1,5 +1,5 @@
 """
-Reads and draws the log of a training, out_dir/log.jsonl. train.py draws it at its end.
+Reads and draws the log of a training, out_dir/log.jsonl.
 
     python -m tools.loss out                                # writes out/loss.png, also while the run goes on
 """
