@@ -29,7 +29,7 @@ import torch
 
 import paper
 from checkpoint import config_from_file
-from configurator import UserError, check, check_out, configure, script, write_file
+from configurator import UserError, check, configure, script, write_file
 from decoders import Sampler
 from model import BlockDiffusionLM, ModelConfig
 from nelbo import noise_generators
@@ -286,11 +286,11 @@ def main(words):
         configure(globals(), ["--help"])                # and exits
     check(dict(subcommand=what), choices=dict(subcommand=[*benches, "ops", "plot"]))
     configure(globals(), words[1:])
-    check(globals(), least=dict(iterations=1, warmup=0, micro_batch_size=1, tokens_per_step=1, seq_len=0))
+    check(globals(), least=dict(iterations=1, warmup=0, micro_batch_size=1, tokens_per_step=1, seq_len=0),
+          endings=dict(out=".json"))
     for n in (*lengths, *batch):
         if type(n) is not int or not 0 < n <= ModelConfig.rope_capacity:
             raise UserError(f"lengths and batch are whole numbers from 1 to {ModelConfig.rope_capacity}, not {n!r}")
-    check_out("out", out, ".json")
     parallel, rows = Parallel(device), []
     machine, line = hardware(parallel.device), select_kernels(kernels, parallel.device, training=what == "train")
     if parallel.rank > 0:

@@ -18,10 +18,11 @@ import json
 import os
 import zipfile
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
-from configurator import UserError, fit, need, run_config, write_file
+from configurator import ROOT, UserError, fit, run_config, write_file
 from data import VOCABULARY, get_tokenizer
 from model import BlockDiffusionLM, Cache, ModelConfig
 
@@ -32,9 +33,11 @@ def read_tensors(path, what="checkpoint", advice="make one with python train.py"
     """Reads what torch.save wrote, to the CPU. weights_only: an untrusted file cannot run code. Raises UserError, which
     says that no `what` can be read and ends in `advice`, if the file is missing, damaged or of another format."""
     try:
-        with zipfile.ZipFile(path) as parts:            # torch.load does not verify checksums
-            if damaged := parts.testzip():
-                raise ValueError(f"checksum of {damaged}")
+        with zipfile.ZipFile(path) as parts:
+            # torch.save compresses nothing; a small file that does could fill the memory. Nor does torch.load verify
+            # checksums.
+            if any(part.compress_type for part in parts.infolist()) or parts.testzip():
+                raise ValueError("a part is compressed or has another checksum")
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:                          # damaged bytes can raise any type of error
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -53,14 +56,16 @@ def save_checkpoint(path, model, **extra):
 
 def load_checkpoint(path, *needed):
     """Reads a checkpoint or an export as plain data on the CPU: {"format", "config", "model", ...}. Its weights are
-    finite; whether they fit the configuration is checked by the model's load_state_dict. needed: the optional keys that
-    it must have, such as "optimizer". Raises UserError for a checkpoint that is damaged, and for a file without one of
-    these keys."""
+    finite; whether they fit the configuration is checked by load_model. needed: the optional keys that it must have,
+    such as "optimizer". Raises UserError for a checkpoint that is damaged or of a fork, and for one without a key."""
     record = read_export(path) if Path(path).suffix == ".safetensors" else read_tensors(path)
     if missing := {"format", "config", "model", *needed}.difference(record):
         raise UserError(f"{path} has no {min(missing)}: it is no whole checkpoint of train.py, such as --resume needs")
     if record["format"] != "nanobdlm-1":
         raise UserError(f"{path} has the format {record['format']}, which this revision does not read")
+    if unknown := record["config"].keys() - ModelConfig.__dataclass_fields__.keys():
+        raise UserError(f"{path} has the setting {min(unknown)}, which this revision does not know; use the revision or "
+                        f"the fork that made it")
     if not all(x.isfinite().all() for x in record["model"].values()):
         raise UserError(f"{path} holds weights that are not finite; use an earlier checkpoint")
     return record
@@ -70,57 +75,61 @@ def load_model(path, device="cpu", needed=()):
     """Loads a checkpoint or an export. Returns the model, in evaluation mode on `device`, and the record. needed: see
     load_checkpoint."""
     record = load_checkpoint(path, *needed)
-    config = ModelConfig(**record["config"])
-    if config.n_layer > len(record["model"]):           # a damaged file may ask for a billion layers
-        raise UserError(f"{path} is damaged: {config.n_layer} layers, but {len(record['model'])} tensors")
-    model = BlockDiffusionLM(config).to(device)
-    model.load_state_dict(record["model"])
+    shapes, config = {k: x.shape for k, x in record["model"].items()}, ModelConfig(**record["config"])
+    # A foreign file may ask for a billion layers, or very wide ones: no memory is taken before shapes are compared, and
+    # no weights are drawn.
+    with torch.device("meta"), patch.object(BlockDiffusionLM, "init_weights"), patch.object(torch.Tensor, "normal_"):
+        model = BlockDiffusionLM(dataclasses.replace(config, n_layer=min(config.n_layer, len(shapes))))
+    if {k: x.shape for k, x in model.state_dict().items()} != shapes:
+        raise UserError(f"{path} is damaged: its weights are not those of a model of its configuration")
+    model.to_empty(device=device).load_state_dict(record["model"])
     return model.eval(), record
 
 
 def find_checkpoint(path):
-    """The path of the weights file. `path` may be that file itself; a folder, which stands for its ckpt.pt or, if it
-    has none, for its export; or hf://owner/name or hf://owner/name@revision, an export on the Hugging Face hub, which
-    is downloaded unless it is in the hub's cache. Raises UserError."""
+    """
+    The path of the weights file. `path` may be
+
+      a file of weights
+      a folder            its ckpt.pt or, if it has none, its export; of the repository, if it is not in this folder
+      hf://owner/name     an export on the Hugging Face hub, or with @revision at its end one of its revisions, which is
+                          downloaded unless it is in the hub's cache
+      auto                out, if it holds one of these, else assets/novelist, the model that ships
+    """
     if path.startswith("hf://"):
+        import huggingface_hub as hub
         name, _, revision = path.removeprefix("hf://").partition("@")
-        hub = need("huggingface_hub", path)
         try:
             path = hub.snapshot_download(name, revision=revision or None, allow_patterns=[WEIGHTS, CONFIG, CARD])
         except Exception as error:                      # hub, network and disk raise many types of errors
             raise UserError(f"{path} cannot be downloaded ({type(error).__name__}): check the name, which is "
                             f"hf://owner/name, and the network; a private model needs hf auth login") from error
-    if not os.path.isdir(path):
-        return path
-    has_checkpoint, has_export = (os.path.isfile(os.path.join(path, name)) for name in ("ckpt.pt", WEIGHTS))
-    return os.path.join(path, WEIGHTS if has_export and not has_checkpoint else "ckpt.pt")
+    folders = ["out", ROOT / "assets" / "novelist"] if path == "auto" else [path, ROOT / path]
+    files = [os.path.join(folder, name) for folder in folders for name in ("ckpt.pt", WEIGHTS)]
+    return next((str(file) for file in (*folders, *files) if os.path.isfile(file)), path)
 
 
 def read_export(path):
     """Reads an export into the form of a checkpoint: the tensors at `path`, and the other entries from the config.json
     in the same folder. Neither format can hold code. Raises UserError if the two do not belong together: config.json
     has the sha256 of the weights."""
+    from safetensors.torch import load
     weights = Path(path).read_bytes()
     record = json.loads(Path(path).with_name(CONFIG).read_text(encoding="utf-8"))
     if record.get("sha256") != hashlib.sha256(weights).hexdigest():
         raise UserError(f"{path} and the {CONFIG} beside it are no whole export; export or download both again")
-    return dict(record, model=need("safetensors.torch", path).load(weights))
-
-
-def tokenizer_of(model, name, path):
-    """The tokenizer of that name. Raises UserError if its token ids are not the model's. path: for the message."""
-    size = model.config.vocab_size
-    if VOCABULARY.get(name) != size:
-        raise UserError(f"{path} has {size} token ids, not those of its tokenizer, {name}; choose from {VOCABULARY}")
-    return get_tokenizer(name)
+    return dict(record, model=load(weights))
 
 
 def open_checkpoint(path, device):
-    """Loads a checkpoint. path: see find_checkpoint. Returns the model, its tokenizer, the path of the file
-    and the checkpoint's record."""
+    """Loads a checkpoint. path: see find_checkpoint. Returns the model, its tokenizer, the path of the file and the
+    checkpoint's record."""
     path = find_checkpoint(path)
     model, record = load_model(path, device)
-    return model, tokenizer_of(model, record.get("tokenizer"), path), path, record
+    name, size = record.get("tokenizer"), model.config.vocab_size
+    if VOCABULARY.get(name) != size:
+        raise UserError(f"{path} has {size} token ids, not those of its tokenizer, {name}; choose from {VOCABULARY}")
+    return model, get_tokenizer(name), path, record
 
 
 def config_from_file(path):
@@ -166,11 +175,9 @@ def load_prompt(path, config, made_by):
     """Reads what save_prompt wrote. Returns the tokens (m,) and their Cache, whose tensors are memory-mapped. config,
     made_by: of the model that will continue it. Raises UserError for a damaged file, or if other weights, another
     configuration or another dtype made it."""
-    record = read_tensors(path, "saved prompt", f"make one with --save_cache={path}", mmap=True)
+    record = read_tensors(path, "saved prompt", "make one with --save_cache", mmap=True)
     if record.get("fingerprint") != made_by:
         raise UserError(f"{path} was saved by another model or in another dtype; make it again with --save_cache")
-    if not all(part.isfinite().all() for state in record["layers"] for part in state):
-        raise UserError(f"{path} is damaged: its cache is not finite; make it again with --save_cache")
     held = len(record["tokens"]) // config.block_len * config.block_len
     return record["tokens"], Cache(record["layers"], torch.tensor([held]), held)
 

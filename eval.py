@@ -2,7 +2,7 @@
 Evaluates checkpoints: NELBO perplexity, bits per byte and masked-token accuracy (eq. nelbo-ppl-background), each with
 its standard error. Question sets are in questions.py.
 
-    python eval.py                                                      # out/ckpt.pt, on its validation text
+    python eval.py                                                      # out/ckpt.pt or, without it, the model that ships
     python eval.py --checkpoint out/a,out/b --data data/c4,data/paloma  # one line for each pair; JSON comes last
     python eval.py --checkpoint out/a --tasks hellaswag,piqa            # pip install lm_eval==0.4.13
 
@@ -14,13 +14,14 @@ import json
 import math
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from checkpoint import open_checkpoint
-from configurator import check, check_out, configure, script, settings_of, write_file
-from data import TokenData, bits_per_byte
+from configurator import ROOT, check, configure, script, settings_of, write_file
+from data import TokenData, bits_per_byte, prepare_stdlib
 from model import cast_for_inference
 from nelbo import NATS, gather, nelbo_sums
 from parallel import Parallel, hardware, pick_dtype, select_kernels
@@ -28,9 +29,9 @@ from questions import evaluate_tasks
 
 # ----------------------------------------------------------------------------------------------
 # Settings
-checkpoint = ["out"]                    # files, folders or hf://owner/name, separated by commas
+checkpoint = ["auto"]                   # files, folders (out_dir) or hf://owner/name, with commas between; see sample.py
 # text
-data = []                               # prepared folders; []: that of the training, but none if there are tasks
+data = []                               # prepared folders (dataset, in nanoGPT); []: that of the training, none for tasks
 sequences = 256                         # how many sequences, spread evenly over the validation split; 0: all
 seq_len = 0                             # tokens of a sequence; 0: as in training, 8192 in the paper
 mc = 1                                  # noise (Monte Carlo) samples per sequence
@@ -101,8 +102,14 @@ def evaluate(path, parallel, use_bf16):
     model, tokenizer, path, record = open_checkpoint(path, parallel.device)
     trained, step = record.get("settings", {}), record.get("step")
     print(f"{path}: {model.n_params:,} parameters, step {step}, {tokenizer.name} tokens", flush=True)
-    default = [] if tasks else trained.get("data", "data/stdlib").split(",")
-    texts = {folder: evaluate_text(model, tokenizer, folder, parallel, autocast) for folder in data or default}
+    folders = data or ([] if tasks else trained.get("data", "data/stdlib").split(","))
+    if not data and ROOT / "assets" in Path(path).parents and not all(map(os.path.exists, folders)):
+        print(f"{folders[0]}, the text of its training, is not here: this is of Python's own source, data/stdlib")
+        folders = ["data/stdlib"]
+        if parallel.rank == 0:
+            prepare_stdlib()
+        parallel.barrier()
+    texts = {folder: evaluate_text(model, tokenizer, folder, parallel, autocast) for folder in folders}
     # Text has run like train.py's validation: fp32 weights under autocast. Questions run like sample.py: weights are
     # cast, and the cache has their dtype.
     cast_for_inference(model, torch.bfloat16 if use_bf16 else torch.float32)
@@ -112,15 +119,14 @@ def evaluate(path, parallel, use_bf16):
 
 def main():
     check(globals(), least=dict(sequences=0, mc=1, batch_size=1, seq_len=0, limit=0, seed=0),
-          choices=dict(dtype=("auto", "float32", "bfloat16")))
-    check_out("out", out, ".json")
+          choices=dict(dtype=("auto", "float32", "bfloat16")), endings=dict(out=".json"))
     parallel, results = Parallel(device), []
     if parallel.rank > 0:
         sys.stdout = open(os.devnull, "w")              # rank 0 prints for all
     dev, weight_dtype = parallel.device, pick_dtype(dtype, parallel.device)
     machine = dict(hardware(dev), ranks=parallel.world, dtype=str(weight_dtype), kernels=select_kernels(kernels, dev))
     print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
-    for path in checkpoint or ["out"]:
+    for path in checkpoint:
         results.append(evaluate(path, parallel, weight_dtype == torch.bfloat16))
         record = json.dumps(dict(settings=settings_of(globals()), hardware=machine, results=results), default=str)
         record = record.replace(": NaN", ": null")      # JSON knows no NaN

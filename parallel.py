@@ -11,7 +11,6 @@ import contextlib
 import datetime
 import importlib.util
 import os
-import pathlib
 import platform
 import subprocess
 import sys
@@ -20,11 +19,10 @@ import torch
 import torch.distributed as dist
 # Must be imported before the process group exists: else gloo's threads outlive it.
 import torch.distributed.nn
+from tqdm import tqdm
 
 import ops
-from configurator import UserError, check, tqdm
-
-ROOT = pathlib.Path(__file__).resolve().parent
+from configurator import ROOT, UserError, check
 
 # The names in torch 2.13, or else those in torch 2.11.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

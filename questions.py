@@ -15,7 +15,7 @@ import itertools
 import numpy as np
 import torch
 
-from configurator import UserError, need
+from configurator import UserError
 from data import batches
 from model import Cache
 from nelbo import gather, masked_cross_entropy
@@ -150,7 +150,7 @@ def answer_requests(model, tokenizer, requests, parallel, batch_size):
 def evaluate_tasks(model, tokenizer, parallel, tasks, include_path, limit, batch_size):
     """Prints the harness's table of these tasks, and returns its figures, {task: {metric: value}}. The arguments are
     settings of eval.py. A collective: the harness runs on every rank, and asks all of them the same."""
-    lm_eval = need("lm_eval", "--tasks", "lm_eval==0.4.13")
+    import lm_eval
     from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table

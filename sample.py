@@ -2,7 +2,7 @@
 Generation, one block after another: unmask a block, append it to the cache, continue (eq. bdlm-kv-cache and
 eq. partial-reverse). All four models generate this way; a full-sequence model takes the whole request as one block.
 
-    python sample.py                                            # continue from out/ckpt.pt
+    python sample.py                                            # out/ckpt.pt or, without it, the model that ships
     python sample.py --prompt "def " --length 1000 --watch      # print the block after each denoising step
     python sample.py --prompt_file=book.txt --save_cache=book.cache     # save the prompt and its cache
     python sample.py --load_cache=book.cache --prompt " Then"           # continue from it and this text
@@ -13,31 +13,32 @@ batch (one row for each sample), l the tokens of a block, m any number of tokens
 import codecs
 import collections
 import functools
+import itertools
 import math
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 import ops
-from checkpoint import (config_from_file, copy_row, fingerprint, load_prompt, open_checkpoint, save_prompt, tokenizer_of)
-from configurator import UserError, check, check_out, configure, script, tqdm
-from decoders import ActiveBlock, Sampler, check_decoder, select
-from model import BlockDiffusionLM, cast_for_inference
+from checkpoint import copy_row, fingerprint, load_prompt, open_checkpoint, save_prompt
+from configurator import UserError, check, configure, script
+from decoders import IN_ORDER, ActiveBlock, Sampler, check_decoder, select
+from model import cast_for_inference
 from parallel import has_fast, pick_device, pick_dtype, select_kernels
 
 # ----------------------------------------------------------------------------------------------
 # Settings
-out_dir = "out"                         # a folder with the ckpt.pt of train.py, or an export
-checkpoint = ""                         # another checkpoint: a file, a folder or hf://owner/name (docs/forking.md)
-untrained = ""                          # random weights instead: a file of config/ or its name
-prompt = ""                             # text to continue; empty: a new document
+checkpoint = "auto"                     # a file, a folder (out_dir) or hf://owner/name; auto: out or the one that ships
+prompt = ""                             # text to continue (start, in nanoGPT); empty: a new document
 prompt_file = ""                        # a UTF-8 file with the prompt
 suffix = ""                             # known text; the generated tokens fill the gap between prompt and suffix
 save_cache = ""                         # write the prompt and its cache to this file, NAME.cache
 load_cache = ""                         # continue from a cache that save_cache wrote; the prompt comes after its text
-length = 512                            # tokens to generate
+length = 512                            # tokens to generate (max_new_tokens, in nanoGPT)
 num_samples = 1                         # samples generated side by side, as the rows of one batch
 decoder = "random"                      # random, confidence, threshold or first_hitting
 tokens_per_step = 0                     # p, tokens revealed per step; 0: at most 16 steps a block
@@ -56,6 +57,7 @@ engine = "auto"                         # auto, simple, fused or graphs, see ope
 
 BAR = dict(delay=2, leave=False)        # a tqdm that appears after two seconds; with disable=None, on a terminal alone
 ENGINES = ("auto", "simple", "fused", "graphs")
+MASK = "\u2591"
 
 
 # ----------------------------------------------------------------------------------------------
@@ -250,95 +252,73 @@ def read_rows(model, prefixes, cache, known=None):
 # ----------------------------------------------------------------------------------------------
 # The script
 
-def open_model(device):
-    """The model that the settings name, and its tokenizer."""
-    if not untrained:
-        return open_checkpoint(checkpoint or out_dir, device)[:2]
-    torch.manual_seed(seed)
-    c = config_from_file(untrained)
-    with torch.device(device):
-        model = BlockDiffusionLM(c).eval()
-    # An untrained head is zero, and all tokens would be equally probable, whatever the model computes.
-    torch.nn.init.normal_(model.head.weight, std=0.02)
-    return model, tokenizer_of(model, "bytes" if c.vocab_size == 258 else "gpt2", untrained)
-
-
 def read_text(prompt, prompt_file):
     """The text of --prompt or --prompt_file, or "" if neither is given."""
     if prompt and prompt_file:
         raise UserError("prompt and prompt_file are both given; leave one out")
-    if not prompt_file:
-        return prompt
     try:
-        with open(prompt_file, encoding="utf-8-sig") as f:
-            return f.read()
+        return Path(prompt_file).read_text("utf-8-sig") if prompt_file else prompt
     except UnicodeError as error:
         raise UserError(f"{prompt_file} is not UTF-8 (byte {error.start}); convert it with iconv") from None
 
 
+def text_of(tokenizer, tokens, mask_id):
+    """The text of a block, a list of tokens and masks. Known neighbours are decoded together, because a character may
+    take several tokens; where some are missing, it looks like a mask."""
+    parts = [(is_mask, list(part)) for is_mask, part in itertools.groupby(tokens, lambda token: token == mask_id)]
+    text = "".join(MASK * len(part) if is_mask else tokenizer.decode(part) for is_mask, part in parts)
+    return text.replace("\ufffd", MASK)
+
+
 class Printer:
-    """
-    Prints the prompt and then the generated text of the first row to stdout, block by block, and the other rows at the
-    end. With --watch, it prints the first row's active block to stderr after each step, and its text at the end.
-    """
+    """Prints the prompt and then the generated text of the first row to stdout, block by block if it is `live`, and the
+    other rows at the end."""
 
-    def __init__(self, tokenizer, prompt, mask_id, bar):
-        """prompt: its text. bar: a tqdm over denoising steps, for a run without --watch."""
-        self.tokenizer, self.mask_id, self.bar = tokenizer, mask_id, bar
+    def __init__(self, tokenizer, prompt, live):
+        """prompt: its text."""
+        self.tokenizer, self.live = tokenizer, live
         self.prompt = self.unprinted = prompt
-        # A character may end in a later block than it begins in: the bytes are kept until then.
+        # A character may end in a later block than it begins in: its bytes are kept until then.
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self.kept = collections.defaultdict(list)       # tokens to print at the end, for each row that has some
-
-    def step(self, xt):
-        """Call it after a denoising step. xt (b, l): the active block with its masks. The last one may reach further
-        than the text that was asked for."""
-        if not watch:
-            self.bar.update()
-            return
-        cells = ["\u2591" if token == self.mask_id else self.tokenizer.decode([token]) for token in xt[0].tolist()]
-        print("".join(cells).replace("\n", "\u23ce").replace("\t", " "), file=sys.stderr, flush=True)
+        self.kept = collections.defaultdict(bytes)      # what each row prints at the end
 
     def block(self, row, tokens):
         """Call it when a block of a row is finished. tokens: the list of those that it adds after the prompt."""
-        if row > 0 or watch:
-            self.kept[row] += tokens
-            return
-        self.bar.close()                                # it may be on the same terminal
-        print(self.unprinted + self.utf8.decode(self.tokenizer.decode_bytes(tokens)), end="", flush=True)
+        self.kept[row] += self.tokenizer.decode_bytes(tokens)
+        if row == 0 and self.live:
+            self.print_first()
+
+    def print_first(self, end="", final=False):
+        print(self.unprinted + self.utf8.decode(self.kept.pop(0, b""), final), end=end, flush=True)
         self.unprinted = ""
 
     def end(self):
         """Call it at the end or after an interrupt. Ends the first row and prints what the others have."""
-        self.bar.close()
-        print(self.unprinted + self.tokenizer.decode(self.kept.pop(0, [])) + self.utf8.decode(b"", final=True))
-        for row, tokens in self.kept.items():
-            print(f"\n--- sample {row + 1} ---\n{self.prompt}{self.tokenizer.decode(tokens)}")
+        self.print_first(end="\n", final=True)
+        for row, text in self.kept.items():
+            print(f"\n--- sample {row + 1} ---\n{self.prompt}{text.decode(errors='replace')}")
 
 
 def main():
     check(globals(), least=dict(length=1, num_samples=1, seed=0, tokens_per_step=0),
-          most=dict(num_samples=2 ** 20, seed=2 ** 62),
+          most=dict(num_samples=2 ** 20, seed=2 ** 62), endings=dict(save_cache=".cache"),
           choices=dict(dtype=("auto", "float32", "bfloat16"), engine=ENGINES))
     check_decoder(dict(globals(), tokens_per_step=tokens_per_step or 1))
-    check_out("save_cache", save_cache, ".cache")
     text, dev = read_text(prompt, prompt_file), pick_device(device)
     # `encode` refuses a word of the command line that is not UTF-8. The tokenizer would change it in silence.
     (text + suffix).encode()
     kernels_line = select_kernels(kernels, dev, training=False)
-    model, tokenizer = open_model(dev)
+    model, tokenizer, path, _ = open_checkpoint(checkpoint, dev)
     for name in sorted(name for name in tokenizer.special_tokens_set if name in text + suffix):
         print(f"{name} in the prompt or suffix is read as text, not as a special token", file=sys.stderr)
     c, n_params, weight_dtype = model.config, model.n_params, pick_dtype(dtype, dev)
     # Before open_engine, which changes the weights.
     made_by = fingerprint(model, weight_dtype) if save_cache or load_cache else None
 
-    tokens, cache = torch.tensor([], dtype=torch.long), None
-    if load_cache:
-        tokens, cache = load_prompt(load_cache, c, made_by)
-    tokens = torch.cat([tokens, torch.tensor(tokenizer.encode_ordinary(text), dtype=torch.long)])
-    if len(tokens) == 0:                                # a new document begins after an end-of-text
-        tokens = torch.tensor([tokenizer.eot_token])
+    tokens, cache = load_prompt(load_cache, c, made_by) if load_cache else (torch.zeros(0, dtype=torch.long), None)
+    # A new document begins after an end-of-text.
+    new = tokenizer.encode_ordinary(text) or [tokenizer.eot_token] * (not load_cache)
+    tokens = torch.cat([tokens, torch.tensor(new, dtype=torch.long)])          # (m,)
     suffix_tokens = tokenizer.encode_ordinary(suffix)
     l, (start,), _ = plan(c, [tokens], length, len(suffix_tokens))
     per_step = tokens_per_step or math.ceil(c.block_of(length) / 16)           # then a block takes 16 steps or fewer
@@ -346,20 +326,24 @@ def main():
                       mask_id=c.mask_id)
     model, new_engine = open_engine(engine, model, weight_dtype)
     pace = f"threshold {threshold}" if decoder == "threshold" else f"{min(sampler.tokens_per_step, l)} tokens a step"
-    print(f"{n_params:,} parameters on {dev}, {kernels_line}, decoder {decoder}, {pace}, seed {seed}", file=sys.stderr)
+    print(f"{path}: {n_params:,} parameters on {dev}, {kernels_line}, decoder {decoder}, {pace}, seed {seed}",
+          file=sys.stderr)
+    if temperature == 0 and num_samples > 1 and decoder not in IN_ORDER:
+        print(f"all samples are equal: with temperature=0, decoder={decoder} draws nothing", file=sys.stderr)
 
-    # A full-sequence model has one long block, so its progress is shown in steps; threshold takes an unknown number.
-    n_steps = None if decoder == "threshold" else -(-length // sampler.tokens_per_step)
-    bar = tqdm(desc="unmasking", total=n_steps, unit=" steps", disable=None if c.full_sequence else True, **BAR)
+    def show(xt):
+        line = text_of(tokenizer, xt[0].tolist(), c.mask_id).replace("\n", "\u23ce").replace("\t", " ")
+        print(line, file=sys.stderr, flush=True)
+
     shown = tokenizer.decode(tokens[tokens != tokenizer.eot_token].tolist())
-    printer = Printer(tokenizer, shown, c.mask_id, bar)
+    printer = Printer(tokenizer, shown, live=not watch)
     if save_cache:
         cache = read(model, tokens[:start], model.new_cache(1, start), cache)
         save_prompt(save_cache, tokens, cache, made_by)
     try:
         out = generate(model, [tokens] * num_samples, length, sampler, new_engine,
-                       tokenizer.eot_token if stop_at_eot else None, printer.block,
-                       printer.step if watch or c.full_sequence else None, cache, suffix_tokens)
+                       tokenizer.eot_token if stop_at_eot else None, printer.block, show if watch else None, cache,
+                       suffix_tokens)
     finally:                                            # an interrupt or an error loses nothing of any row
         printer.end()
     n_generated = sum(min(len(row) - len(tokens), length) for row in out.tokens)

@@ -23,9 +23,10 @@ import sys
 import time
 
 import torch
+from tqdm import tqdm
 
 from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from configurator import UserError, check, configure, fit, script, settings_of, tqdm
+from configurator import UserError, check, configure, fit, script, settings_of
 from data import VOCABULARY, TokenData, bits_per_byte, byte_baselines, prepare_stdlib
 from model import BlockDiffusionLM, ModelConfig
 from nelbo import NATS, nelbo_sums, noise_generators, strata
@@ -38,15 +39,15 @@ out_dir = "out"                         # where the checkpoints and the log go
 resume = False                          # continue from out_dir/ckpt.pt, with its settings except those that you give
 init_from = ""                          # begin with the weights of this checkpoint; ignored with --resume
 # data
-data = "data/stdlib"                    # folders made by data.py, a,b for several; this one is made if it is missing
+data = "data/stdlib"                    # folders of data.py (dataset, in nanoGPT), a,b for several; this one is made
 tokenizer = "auto"                      # bytes or gpt2; auto: that of the data
 # model (see ModelConfig)
-seq_len = 256                           # tokens of a training sequence
+seq_len = 256                           # tokens of a training sequence (block_size, in nanoGPT)
 block_len = 16                          # tokens of a diffusion block; seq_len for a full-sequence model
 attn_every = 2                          # attention at layers 0, attn_every, ...; 1: attention only
 n_layer = 3                             # layers
 n_head = 4                              # attention heads
-d_model = 64                            # width
+d_model = 64                            # width (n_embd, in nanoGPT)
 d_state = 32                            # Mamba-2 state size
 mamba_head_dim = 64                     # width of a Mamba-2 head
 time_conditioning = False               # modulate noisy tokens by their block's noise level
@@ -56,9 +57,9 @@ init_std = 0.1                          # of initial weights; the wide models of
 embed_std = 1.0                         # of the initial embedding
 # optimisation
 batch_size = 2                          # sequences per step, over all devices; on a CPU a small batch learns faster
-micro_batch_size = 0                    # sequences a device holds at a time; 0: all of its share
-max_iters = 3500                        # training steps
-learning_rate = 2e-3                    # peak, after the warm-up
+micro_batch_size = 0                    # sequences a device holds at a time (gradient_accumulation_steps); 0: its share
+max_iters = 3500                        # training steps, and of the cosine (lr_decay_iters, in nanoGPT)
+learning_rate = 2e-3                    # peak, after the warm-up (lr)
 min_lr = 1e-6                           # at the end of the cosine
 warmup_iters = -1                       # steps of linear warm-up; -1: 200, but at most max_iters / 10
 beta1 = 0.9                             # AdamW
@@ -74,7 +75,7 @@ short_len = 512                         # for the first short_iters steps a sequ
 short_iters = 0
 # evaluation, logging, saving
 eval_interval = 1000                    # steps between validations, each with a checkpoint
-eval_sequences = 64                     # validation sequences, spread evenly over the split; 0: all
+eval_sequences = 64                     # validation sequences (eval_iters), spread evenly over the split; 0: all
 eval_samples = 2                        # noise samples per validation sequence
 log_interval = 100                      # steps between lines of the log
 # system

@@ -47,8 +47,6 @@ TINY = ["--seq_len=32", "--block_len=8", "--d_model=32", "--n_head=2", "--n_laye
         "--log_interval=1", "--eval_interval=2", "--eval_sequences=4", "--device=cpu", "--learning_rate=1e-2"]
 NOISE = ["--t_min=0.3", "--t_max=0.7", "--stratified", "--short_len=16", "--short_iters=6"]
 EIGHT_STEPS = [*TINY, *NOISE, "--max_iters=8", "--log_interval=3", "--eval_interval=4"]     # the settings of `trained`
-# A config file of a small full-sequence model of bytes.
-FULL = "vocab_size, seq_len, block_len, n_layer, n_head, d_model, attn_every = 258, 64, 64, 1, 2, 32, 1"
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 
 

@@ -12,7 +12,7 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 CHECKED_SAMPLE = """
 import sys
 import model, ops, sample
-sample.untrained, sample.device, sample.length = "laptop", "cpu", 20
+sample.checkpoint, sample.device, sample.length = "assets/novelist", "cpu", 20
 calls, denoise, generate = [], model.Layer.denoise, sample.generate
 model.Layer.denoise = lambda layer, *inputs: calls.append(layer) or denoise(layer, *inputs)
 
@@ -39,7 +39,7 @@ def test_what_runs_on_a_cpu_is_the_plain_model_as_it_reads():
                           timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     calls = int(done.stdout.splitlines()[-1].split()[0])
-    assert calls == 2 * (15 + 16) * 3   # 2 engines; 15 steps, as one of 16 tokens is known, then 16; 3 layers
+    assert calls == 2 * (15 + 16) * 8   # 2 engines; 15 steps, as one of 16 tokens is known, then 16; 8 layers
 
 
 def imported(path):

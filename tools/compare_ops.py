@@ -22,8 +22,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import bench
 import ops
-from configurator import check_out, write_file
-from configurator import check, configure
+from configurator import check, configure, write_file
 from model import BlockDiffusionLM
 from checkpoint import config_from_file
 from parallel import Parallel, ShardedAdamW, hardware, pick_dtype, select_kernels
@@ -279,10 +278,9 @@ def show(row):
 def main(words):
     """words: ops, then settings of bench.py, of which `only` names operations."""
     configure(vars(bench), words[1:])
-    check(vars(bench), least=dict(iterations=1, warmup=0))
+    check(vars(bench), least=dict(iterations=1, warmup=0), endings=dict(out=".json"))
     for name in bench.only:
         check(dict(only=name), choices=dict(only=[*COMPARISONS]))
-    check_out("out", bench.out, ".json")
     dev, rows = Parallel(bench.device).device, []
     line, factory = select_kernels(bench.kernels, dev), dict(device=dev, dtype=pick_dtype("auto", dev))
     on_gpu, ceilings = dev.type == "cuda", measured_ceilings(dev)

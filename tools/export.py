@@ -12,14 +12,15 @@ import dataclasses
 import hashlib
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 
+import safetensors.torch
 import torch
 
 from checkpoint import CARD, CONFIG, WEIGHTS, find_checkpoint, load_model
-from configurator import need, write_file
-from configurator import UserError, check, configure, script
+from configurator import UserError, check, configure, script, write_file
 from model import cast_for_inference
 
 # Settings
@@ -32,10 +33,9 @@ def export(checkpoint, to, dtype="float32"):
     Raises UserError, also if the folder has such files already."""
     if held := [name for name in (WEIGHTS, CONFIG, CARD) if os.path.lexists(os.path.join(to, name))]:
         raise UserError(f"{to} holds {held[0]} already, which would be lost; name another folder with --to")
-    safetensors = need("safetensors.torch", to)
     model, record = load_model(find_checkpoint(checkpoint), needed=("tokenizer", "step"))
     cast_for_inference(model, getattr(torch, dtype))
-    weights = safetensors.save(model.state_dict(), metadata=dict(format="pt"))  # the bytes of the file
+    weights = safetensors.torch.save(model.state_dict(), metadata=dict(format="pt"))  # the bytes of the file
     settings = {k: v for k, v in record.get("settings", {}).items() if k in ("data", "learning_rate")}
     config = dict(format="nanobdlm-1", config=dataclasses.asdict(model.config), dtype=dtype, step=record["step"],
                   tokenizer=record["tokenizer"], settings=settings, sha256=hashlib.sha256(weights).hexdigest())
@@ -63,7 +63,7 @@ def main():
     if not settings["to"]:
         raise UserError("to is empty; name a new folder, as in --to=folder")
     export(settings["checkpoint"], settings["to"], settings["dtype"])
-    print(f"the export is whole: python sample.py --checkpoint={settings['to']}/{WEIGHTS}")
+    print(f"the export is whole: python sample.py --checkpoint={shlex.quote(os.path.join(settings['to'], WEIGHTS))}")
 
 
 if __name__ == "__main__":

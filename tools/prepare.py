@@ -16,6 +16,7 @@ import contextlib
 import functools
 import gzip
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -30,9 +31,9 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
-from configurator import lock, need, write_file
-from configurator import UserError, script, tqdm
+from configurator import UserError, lock, script, write_file
 from data import VOCABULARY, TokenData, encode, get_tokenizer, prepare_stdlib, read_meta, write_meta
 
 HUB = {                             # what `python data.py NAME` downloads: repository, revision, files, split
@@ -64,9 +65,8 @@ def is_text(name):
 
 
 def zstd():
-    """The module that reads .zst files. Raises UserError if it is missing."""
-    own = sys.version_info >= (3, 14)                   # then Python has it
-    return need("compression.zstd" if own else "backports.zstd", "a .zst file", "backports.zstd")
+    """The module that reads .zst files."""
+    return importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
 
 
 def decompressed(file, name):
@@ -187,8 +187,8 @@ class Preparation:
         if record and record.get("made_from") != self.made_from and record.get("counts") != {}:
             raise UserError(f"{self.out} was made from other files or with other settings, or the files have changed "
                             f"since (their size or time): {ELSEWHERE}")
-        held = {path.name for path in [*self.out.glob("*"), *self.parts.glob("*")]}
-        if not records and held - {"parts", "lock", "progress.json.tmp"}:
+        held = {path.name for path in [*self.out.glob("*"), *self.parts.glob("*")] if path.suffix != ".tmp"}
+        if not records and held - {"parts", "lock"}:
             raise UserError(f"{self.out} is not empty, and this command did not make it: {ELSEWHERE}")
         return self.out / "meta.json" in records
 
@@ -361,7 +361,7 @@ def hub_sources(name, out, local):
         held = [path.relative_to(local).as_posix() for path in Path(local).rglob("*") if path.is_file()]
         fetch, revision = functools.partial(Path, local), "a local copy"
     else:
-        hub = need("huggingface_hub", repo)
+        import huggingface_hub as hub
         revision = from_hub(repo, hub.HfApi().dataset_info, revision=revision).sha
         where = dict(repo_type="dataset", revision=revision)
         held = from_hub(repo, hub.HfApi().list_repo_files, **where)

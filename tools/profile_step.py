@@ -11,8 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench import measure, training_step
-from configurator import check_out, write_file
-from configurator import check, configure, script
+from configurator import check, configure, script, write_file
 from decoders import Sampler
 from model import BlockDiffusionLM
 from checkpoint import config_from_file
@@ -61,8 +60,7 @@ def kernels_of(step, dev):
 
 
 def main():
-    check(globals(), least=dict(micro_batch_size=1, batch=1, top=0))
-    check_out("out", out, ".json")
+    check(globals(), least=dict(micro_batch_size=1, batch=1, top=0), endings=dict(out=".json"))
     dev, found = torch.device(pick_device("auto")), {}
     names = configs or ["mamba_h_350m" if dev.type == "cuda" else "laptop"]
     print(f"{', '.join(names)} on {dev} | {select_kernels('auto', dev)}", flush=True)

@@ -14,9 +14,9 @@ import math
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
-from configurator import check_out, write_file
-from configurator import UserError, check, configure, script, tqdm
+from configurator import UserError, check, configure, script, write_file
 from data import TokenData, batches, token_bytes
 from decoders import Sampler
 from eval import ratio
@@ -153,8 +153,7 @@ def draw_points(record, ax):
 
 
 def main():
-    check(globals(), least=dict(n_prompts=2, prompt_len=1, length=8, mc=1, seed=0))
-    check_out("out", draw or out, ".json")
+    check(globals(), least=dict(n_prompts=2, prompt_len=1, length=8, mc=1, seed=0), endings=dict(out=".json", draw=".json"))
     if draw:
         with open(draw) as f:
             record = json.load(f)

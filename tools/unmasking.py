@@ -4,23 +4,23 @@ or dark mode.
 
     python -m tools.unmasking --checkpoint=assets/novelist --decoder=confidence --prompt="The old house " --length=200
 """
+import codecs
 import math
 import re
 from xml.sax.saxutils import escape
 
 import torch
 
-from configurator import check_out, write_file
-from configurator import check, configure, script
+from checkpoint import open_checkpoint
+from configurator import check, configure, script, write_file
 from decoders import Sampler
 from paper import kind_of
 from parallel import pick_device, pick_dtype, select_kernels
-from checkpoint import open_checkpoint
 from sample import generate, open_engine
 
 # ----------------------------------------------------------------------------------------------
 # Settings
-checkpoint = "out"                      # a file of train.py, a folder or hf://owner/name
+checkpoint = "auto"                     # a file, a folder (out_dir) or hf://owner/name; auto: out or the one that ships
 prompt = ""                             # a text to continue
 length = 0                              # new tokens; 0: the rest of the block and one more, or of the window
 decoder = "random"                      # see sample.py
@@ -36,7 +36,7 @@ WIDE, HIGH, MARGIN = 7.8, 17, 12        # width of a character, height of a line
 
 
 def record():
-    """Generates. Returns a dict: `prompt`, `tokens` (the texts of the new tokens), `steps` (the step that revealed
+    """Generates. Returns a dict: `prompt`, `tokens` (the bytes of the new tokens), `steps` (the step that revealed
     each), and the settings."""
     dev = torch.device(pick_device(device))
     select_kernels("auto", dev, training=False)
@@ -58,9 +58,20 @@ def record():
         steps |= {begin + i: step for i in (before & ~masked).nonzero().flatten().tolist()}
         before = masked
     new = done.tokens[0].tolist()[len(ids):]
-    return dict(prompt=prompt, tokens=[tokenizer.decode([token]) for token in new],
+    return dict(prompt=prompt, tokens=[tokenizer.decode_bytes([token]) for token in new],
                 steps=[steps[len(ids) + i] for i in range(len(new))], model=kind_of(c.hybrid, c.full_sequence),
                 decoder=decoder, seed=seed, tokens_per_step=sampler.tokens_per_step)
+
+
+def characters(tokens, steps):
+    """Yields (text, step) of the characters of tokens, given as bytes. One of several tokens appears with the last."""
+    utf8, last = codecs.getincrementaldecoder("utf-8")("replace"), 0
+    for token, step in zip(tokens, steps):
+        last = max(last, step)
+        if text := utf8.decode(token):
+            yield text, last
+            last = 0
+    yield utf8.decode(b"", final=True), last
 
 
 def placed(pieces):
@@ -83,7 +94,7 @@ def svg(found):
     last = max(found["steps"])
     whole = 1.5 * seconds
     prompt_words = re.findall(r"\s*\S+|\s+", found["prompt"][max(len(found["prompt"]) - shown, 0):])
-    pieces = [*((word, None) for word in prompt_words), *zip(found["tokens"], found["steps"])]
+    pieces = [*((word, None) for word in prompt_words), *characters(found["tokens"], found["steps"])]
     places, styles = list(placed(pieces)), []
     for step in sorted(set(found["steps"])):
         at = 100 * (0.05 + 0.6 * step / max(last, 1))
@@ -110,8 +121,8 @@ def svg(found):
 
 
 def main():
-    check(globals(), least=dict(length=0, tokens_per_step=0, shown=0, columns=20, seed=0), above=dict(seconds=0))
-    check_out("out", out, ".svg")
+    check(globals(), least=dict(length=0, tokens_per_step=0, shown=0, columns=20, seed=0), above=dict(seconds=0),
+          endings=dict(out=".svg"))
     found = record()
     write_file(out, svg(found))
     print(f"wrote {out}: {len(found['tokens'])} tokens in {max(found['steps']) + 1} steps")

@@ -1,8 +1,10 @@
 """An export is the checkpoint, bit for bit. Foreign folders, and a hub that has nothing, end in one sentence each.
 (Damaged files: test_faults.py. Mistakes in the command: test_mistakes.py.)"""
+import json
 import os
 import sys
 import types
+import zipfile
 
 import pytest
 import torch
@@ -68,6 +70,19 @@ def test_a_foreign_folder_is_refused_and_its_code_is_not_run(exported, damage, m
     (exported / CONFIG).write_text(damage((exported / CONFIG).read_text()))
     with pytest.raises(UserError, match=message):
         load_checkpoint(find_checkpoint(str(exported)))
+
+
+def test_a_file_takes_no_more_memory_than_it_has_bytes(exported, saved):
+    """Not even one that is refused: a small file may be compressed, or name a large model."""
+    with zipfile.ZipFile(f"{saved[0]}/ckpt.pt", "a") as parts:
+        parts.writestr("zeros", bytes(10 ** 6), zipfile.ZIP_DEFLATED)
+    with pytest.raises(UserError, match="ckpt.pt .*a part is compressed or has another checksum"):
+        load_checkpoint(f"{saved[0]}/ckpt.pt")
+    config = json.loads((exported / CONFIG).read_text())
+    for name, value in dict(d_model=10 ** 6, n_layer=10 ** 9, d_state=10 ** 9, vocab_size=10 ** 9).items():
+        (exported / CONFIG).write_text(json.dumps(dict(config, config=config["config"] | {name: value})))
+        with pytest.raises(UserError, match="is damaged: its weights are not those of a model of its configuration"):
+            load_model(str(exported / WEIGHTS))
 
 
 def test_a_model_of_the_hub_is_an_export_that_is_fetched_first(exported, monkeypatch):

@@ -162,7 +162,6 @@ def test_a_failed_save_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
     """The limit of a file's size stands for a full disk: torch.save meets it inside its own writer."""
     model, path = make_model("mamba_h"), str(tmp_path / "ckpt.pt")
     save_checkpoint(path, model, step=1)
-    (tmp_path / "ckpt.pt.tmp").write_text("half a checkpoint")                 # of a run that was killed
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
@@ -179,16 +178,18 @@ def test_a_failed_save_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
     assert load_checkpoint(path)["step"] == 1 and os.listdir(tmp_path) == ["ckpt.pt"]
 
 
-def test_a_written_file_follows_no_planted_link(tmp_path):
-    """Neither in place of its temporary file nor in its own place."""
-    victim = tmp_path / "victim"
-    victim.write_text("kept")
-    for name in ("a.tmp", "b"):
-        (tmp_path / name).symlink_to(victim)
-    for name in ("a", "b"):
-        write_file(tmp_path / name, "new")
-        assert not (tmp_path / name).is_symlink() and (tmp_path / name).read_text() == "new"
-    assert victim.read_text() == "kept" and sorted(os.listdir(tmp_path)) == ["a", "b", "victim"]
+def test_of_two_writers_the_last_one_counts_and_a_link_is_not_followed(tmp_path):
+    (tmp_path / "victim").write_text("kept")
+    (tmp_path / "a").symlink_to(tmp_path / "victim")
+
+    def write(file):
+        file.write(b"half of the first")
+        write_file(tmp_path / "a", "second")            # while the first one writes
+        assert (tmp_path / "a").read_text() == "second" and not (tmp_path / "a").is_symlink()
+        file.write(b" and its end")
+    write_file(tmp_path / "a", write)
+    assert (tmp_path / "a").read_text() == "half of the first and its end"
+    assert (tmp_path / "victim").read_text() == "kept" and sorted(os.listdir(tmp_path)) == ["a", "victim"]
 
 
 # ----------------------------------------------------------------------------------------------

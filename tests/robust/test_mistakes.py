@@ -2,14 +2,16 @@
 import sys
 
 import pytest
+import torch
 
-from conftest import FULL, script, with_harness
+from checkpoint import save_checkpoint
+from conftest import make_model, script, with_harness
 from model import BlockDiffusionLM
 from parallel import has_fast
 
-# The commands run in a folder with these files and with a checkpoint in out/.
+# The commands run in a folder with these files, those of `here` and a checkpoint in out/.
 HERE = {"README.md": b"mine", "a.csv": b"x", "a.txt": b"text", "empty.jsonl": b"\n", "a.jsonl": b'{"text": "a"}\n',
-        "latin": b"caf\xe9", "v.py": b"vocab_size = 1000", "full.py": FULL.encode()}
+        "latin": b"caf\xe9"}
 without_fast = pytest.mark.skipif(has_fast(), reason="needs a checkout without the folder fast/")
 COMMANDS = [
     # with the settings of a tiny training
@@ -31,10 +33,19 @@ COMMANDS = [
     ("train.py --init_from={trained} --time_conditioning", "with time_conditioning=False; add"),
     ("train.py --init_from={trained} --n_head=1 --reverse_scan=false", "with n_head=2, reverse_scan=True; add"),
     ("train.py --init_from={trained} --n_layer=3", "with n_layer=2; add"),
-    # with a prompt, and where nothing else is said an untrained model
-    ("sample.py --untrained= --out_dir=none", "make one with python train.py"),
-    ("sample.py --untrained=lptop", "config file lptop does not exist"),
-    ("sample.py --untrained=v.py", "1000 token ids, not those of its tokenizer, gpt2"),
+    # with a prompt
+    ("sample.py --checkpoint=none", "no checkpoint can be read from none (FileNotFoundError"),
+    ("sample.py --checkpoint=v.pt", "v.pt has 23 token ids, not those of its tokenizer, bytes"),
+    ("sample.py --checkpoint=fork.pt", "has the setting mixer, which this revision does not know; use the revision or the fo"),
+    ("eval.py --checkpoint=fork.pt", "has the setting mixer"),
+    ("checkpoint.py export fork.pt --to=x", "has the setting mixer"),
+    ("train.py --init_from=fork.pt", "has the setting mixer"),
+    ("sample.py --out_dir=out", "did you mean checkpoint?"),
+    ("eval.py --out_dir=out", "did you mean checkpoint?"),
+    ("sample.py --start=a", "did you mean prompt?"),
+    ("sample.py --max_new_tokens 9", "did you mean length?"),
+    ("train.py --dataset=a", "did you mean data?"),
+    ("train.py --block_size=8", "did you mean seq_len?"),
     ("sample.py --length=0", "length must be at least 1, but is 0"),
     ("sample.py --seed=100000000000000000000000", "seed must be at most"),
     ("sample.py --decoder=sideways", "but is 'sideways'"),
@@ -46,15 +57,15 @@ COMMANDS = [
     ("sample.py --prompt= --prompt_file=nope", "nope"),
     ("sample.py --prompt= --prompt_file=latin", "latin is not UTF-8 (byte 3"),
     ("sample.py --prompt=caf\udce9", "surrogates not allowed"),
-    ("sample.py --save_cache=ckpt.pt", "must end in .cache"),
-    ("sample.py --untrained=full.py --load_cache=a.cache", "no cache to save or load"),
+    ("sample.py --save_cache=ckpt.pt", "save_cache must be a .cache file, but is 'ckpt.pt'"),
+    ("sample.py --checkpoint=full.pt --load_cache=a.cache", "no cache to save or load"),
     ("sample.py --load_cache=nope.cache", "no saved prompt can be read from nope.cache"),
     ("eval.py --checkpoint=out --data={data} --seq_len=33", "whole blocks of block_len 8"),
     ("eval.py --checkpoint=nowhere", "no checkpoint can be read from"),
-    ("eval.py --checkpoint=hf://owner/name", "hf://owner/name needs huggingface_hub: pip install huggingface_hub"),
+    ("eval.py --checkpoint=hf://owner/name", "huggingface_hub halted; None in sys.modules; requirements.txt says"),
     ("eval.py --checkpoint=out --data=nowhere", "holds no prepared text"),
-    ("eval.py --out=ckpt.pt", "out must end in .json, but is"),
-    ("eval.py --checkpoint=out --tasks=piqa", "--tasks needs lm_eval: pip install lm_eval==0.4.13"),
+    ("eval.py --out=ckpt.pt", "out must be a .json file, but is"),
+    ("eval.py --checkpoint=out --tasks=piqa", "lm_eval halted; None in sys.modules; requirements.txt says"),
     pytest.param("eval.py --checkpoint=out --tasks=piqaa", "the harness has no task 'piqaa'", marks=with_harness),
     ("checkpoint.py", "write python checkpoint.py export out/ --to=folder, not nothing"),
     ("checkpoint.py export out", "to is empty"),
@@ -78,21 +89,33 @@ COMMANDS = [
     ("data.py jsonl a.jsonl --out=new --val_fraction=x", "invalid float value")]
 
 
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """The files, {name: content}. full.pt: a full-sequence model; v.pt: of another vocabulary; fork.pt: of a fork."""
+    folder = tmp_path_factory.mktemp("here")
+    save_checkpoint(folder / "full.pt", make_model("attention", torch.float32, vocab_size=258), tokenizer="bytes", step=0)
+    save_checkpoint(folder / "v.pt", make_model("attention"), tokenizer="bytes", step=0)
+    record = torch.load(folder / "full.pt")
+    record["config"]["mixer"] = "retention"
+    torch.save(record, folder / "fork.pt")
+    return HERE | {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 @pytest.mark.parametrize("command, message", COMMANDS)
-def test_a_mistake_is_one_sentence_and_changes_no_file(saved, corpus, trained, tiny, tmp_path, monkeypatch, command,
-                                                       message):
+def test_a_mistake_is_one_sentence_and_changes_no_file(here, saved, corpus, trained, tiny, tmp_path, monkeypatch,
+                                                       command, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(BlockDiffusionLM, "prefill", lambda *_, **__: pytest.fail("the prompt was read"))
-    if "pip install" in message:
-        monkeypatch.setitem(sys.modules, message.split()[2].rstrip(":"), None)          # as if it were not installed
-    for name, content in HERE.items():
+    if "halted" in message:
+        monkeypatch.setitem(sys.modules, message.split()[0], None)             # as if it were not installed
+    for name, content in here.items():
         (tmp_path / name).write_bytes(content)
 
     def files():
         """All but empty ones: a lock may be left."""
         return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size}
     before, (name, *flags) = files(), command.format(data=corpus, trained=trained).split()
-    usual = {"train.py": tiny, "sample.py": ["--untrained=laptop", "--device=cpu", "--prompt=some text"]}
+    usual = {"train.py": tiny, "sample.py": ["--device=cpu", "--prompt=some text"]}
     status, printed, error = script(name, *usual.get(name, []), *flags)
     last = error.splitlines()[-1]
     assert status in (1, 2) and last.startswith(f"{name}: ") and message in last and "Traceback" not in error

@@ -10,12 +10,22 @@ import torch
 
 import decoders
 import sample
-from checkpoint import fingerprint, load_prompt, save_prompt
+from checkpoint import config_from_file, find_checkpoint, fingerprint, load_prompt, save_checkpoint, save_prompt
 from configurator import UserError
-from conftest import ENGINES, FULL, generate_by, make_model, make_sampler, prompts_of, script
+from conftest import ENGINES, ROOT, generate_by, make_model, make_sampler, prompts_of, script
+from data import get_tokenizer
 from decoders import Sampler
 from model import BlockDiffusionLM
 from sample import generate, read
+
+
+@pytest.fixture(scope="module")
+def laptop(tmp_path_factory):
+    """A checkpoint of a model of random weights, in blocks of 16, that writes printable letters."""
+    path, model = str(tmp_path_factory.mktemp("laptop") / "ckpt.pt"), BlockDiffusionLM(config_from_file("laptop"))
+    torch.nn.init.normal_(model.head.weight[32:127])
+    save_checkpoint(path, model, tokenizer="bytes", step=0)
+    return path
 
 
 @pytest.mark.parametrize("name, lengths, length, suffix, seeds, message", [
@@ -64,8 +74,8 @@ def test_a_row_ends_at_its_first_end_of_text(engine):
 # ----------------------------------------------------------------------------------------------
 # Saved prompts
 
-def test_the_script_saves_a_prompt_and_goes_on_from_it_later(tmp_path):
-    start = ["sample.py", "--untrained=laptop", "--device=cpu", "--length=20"]
+def test_the_script_saves_a_prompt_and_goes_on_from_it_later(laptop, tmp_path):
+    start = ["sample.py", f"--checkpoint={laptop}", "--device=cpu", "--length=20"]
     prompt = "a prompt of some characters, not whole blocks"
     status, first, error = script(*start, f"--prompt={prompt}", f"--save_cache={tmp_path}/a.cache")
     assert status == 0 and first.startswith(prompt), error
@@ -92,9 +102,10 @@ def test_a_saved_prompt_of_other_weights_is_refused(tmp_path):
 # ----------------------------------------------------------------------------------------------
 # The script
 
-def run(monkeypatch, **settings):
-    """The script in this process, of a small untrained model."""
-    for name, value in {**dict(untrained="laptop", device="cpu", length=20, tokens_per_step=8), **settings}.items():
+def run(monkeypatch, checkpoint, **settings):
+    """The script in this process."""
+    usual = dict(checkpoint=checkpoint, device="cpu", length=20, tokens_per_step=8)
+    for name, value in (usual | settings).items():
         monkeypatch.setattr(sample, name, value)
     sample.main()
 
@@ -113,9 +124,9 @@ def asked(monkeypatch):
     return calls
 
 
-def test_all_settings_reach_the_generation_and_watch_prints_a_line_for_each_step(monkeypatch, capsys, asked):
-    run(monkeypatch, prompt="def ", suffix="()", length=9, num_samples=2, seed=7, temperature=0.5, top_k=9, top_p=0.8,
-        decoder="confidence", tokens_per_step=3, stop_at_eot=True, watch=True)
+def test_all_settings_reach_the_generation_and_watch_prints_a_line_for_each_step(laptop, monkeypatch, capsys, asked):
+    run(monkeypatch, laptop, prompt="def ", suffix="()", length=9, num_samples=2, seed=7, temperature=0.5, top_k=9,
+        top_p=0.8, decoder="confidence", tokens_per_step=3, stop_at_eot=True, watch=True)
     _, prompts, length, sampler, _, stop_token, *_, suffix = asked[0]
     assert [bytes(p.tolist()) for p in prompts] == [b"def "] * 2 and bytes(suffix) == b"()"
     assert (length, stop_token) == (9, 256)
@@ -128,10 +139,23 @@ def test_all_settings_reach_the_generation_and_watch_prints_a_line_for_each_step
     assert first.startswith("def ") and second.startswith("def ") and first[:13] != second[:13]
 
 
+def test_letters_of_several_bytes_are_shown_when_all_their_bytes_are_known():
+    """Masks beside a letter's first byte do not hide its neighbours."""
+    tokens = [*"жд".encode(), 257, *"ё".encode(), 257, 257, *"ж".encode()[:1]]
+    assert sample.text_of(get_tokenizer("bytes"), tokens, 257) == "жд░ё░░░"
+
+
 def test_a_full_sequence_model_takes_16_steps_also_after_a_long_prompt(monkeypatch, tmp_path, capsys):
-    (tmp_path / "full.py").write_text(FULL)
-    run(monkeypatch, untrained=str(tmp_path / "full.py"), prompt="x" * 200, length=32, tokens_per_step=0)
+    save_checkpoint(tmp_path / "full.pt", make_model("attention", torch.float32, vocab_size=258), tokenizer="bytes")
+    run(monkeypatch, str(tmp_path / "full.pt"), prompt="x" * 200, length=32, tokens_per_step=0)
     assert " 16 forward passes" in capsys.readouterr().err
+
+
+def test_equal_samples_are_said_to_be_equal(laptop, monkeypatch, capsys):
+    run(monkeypatch, laptop, num_samples=2, temperature=0.0, decoder="confidence")
+    printed, said = capsys.readouterr()
+    first, second = printed.split("--- sample 2 ---")
+    assert first.strip() == second.strip() and "all samples are equal: with temperature=0, decoder=confidence draws" in said
 
 
 # ----------------------------------------------------------------------------------------------
@@ -139,7 +163,7 @@ def test_a_full_sequence_model_takes_16_steps_also_after_a_long_prompt(monkeypat
 
 @pytest.mark.parametrize("watch", [False, True])
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, torch.OutOfMemoryError])
-def test_an_interrupt_or_an_error_loses_nothing_of_any_row(monkeypatch, capsys, stop, watch):
+def test_an_interrupt_or_an_error_loses_nothing_of_any_row(laptop, monkeypatch, capsys, stop, watch):
     """Not even the bytes of a character that is not whole."""
     def interrupted(*args):
         on_block = args[6]
@@ -148,29 +172,29 @@ def test_an_interrupt_or_an_error_loses_nothing_of_any_row(monkeypatch, capsys, 
         raise stop
     monkeypatch.setattr(sample, "generate", interrupted)
     with pytest.raises(stop):
-        run(monkeypatch, prompt="def ", num_samples=2, watch=watch)
+        run(monkeypatch, laptop, prompt="def ", num_samples=2, watch=watch)
     assert capsys.readouterr().out == "def abc\ufffd\n\n--- sample 2 ---\ndef xy\u00e9\ufffd\n"
 
 
 @pytest.mark.parametrize("number, said", [(signal.SIGINT, "sample.py: stopped\n"), (signal.SIGTERM, "")])
-def test_a_signal_ends_the_script_with_what_it_has_and_status_128_plus_its_number(monkeypatch, number, said):
+def test_a_signal_ends_the_script_with_what_it_has_and_status_128_plus_its_number(laptop, monkeypatch, number, said):
     """Ctrl-C sends SIGINT, `kill` and `timeout` SIGTERM."""
     def interrupted(model, x0, cache):                  # before the second block
         os.kill(os.getpid(), number)
     monkeypatch.setattr(BlockDiffusionLM, "commit", interrupted)
-    how = "sample.py", "--untrained=laptop", "--device=cpu", "--prompt=a", "--num_samples=2"
+    how = "sample.py", f"--checkpoint={laptop}", "--device=cpu", "--prompt=a", "--num_samples=2"
     status, printed, error = script(*how, "--length=99")
     assert status == 128 + number and error.endswith(said) and "tokens/s" not in error
     assert printed == script(*how, "--length=15")[1]    # the first block
 
 
-def test_no_cursor_codes_reach_a_terminal_that_shows_stdout_and_stderr(monkeypatch, capsys):
+def test_no_cursor_codes_reach_a_terminal_that_shows_stdout_and_stderr(laptop, monkeypatch, capsys):
     """A notebook shows `!python sample.py` in this way, and takes the codes for text."""
-    run(monkeypatch, num_samples=2)
+    run(monkeypatch, laptop, num_samples=2)
     want, reader, writer = capsys.readouterr().out, *os.openpty()
     with open(writer, "w", encoding="utf-8") as terminal:
         with contextlib.redirect_stdout(terminal), contextlib.redirect_stderr(terminal):
-            run(monkeypatch, num_samples=2)
+            run(monkeypatch, laptop, num_samples=2)
     seen = b""
     with contextlib.suppress(OSError):                  # Linux: all is read, and nobody writes any more
         while part := os.read(reader, 4096):
@@ -179,17 +203,22 @@ def test_no_cursor_codes_reach_a_terminal_that_shows_stdout_and_stderr(monkeypat
     assert want in seen and "\x1b" not in seen and seen.count("\n") == want.count("\n") + 2
 
 
-def test_a_prompt_that_contains_the_text_of_an_end_of_document_is_named(monkeypatch, capsys, asked):
-    run(monkeypatch, prompt="a<|endoftext|>b")
+def test_a_prompt_that_contains_the_text_of_an_end_of_document_is_named(laptop, monkeypatch, capsys, asked):
+    run(monkeypatch, laptop, prompt="a<|endoftext|>b")
     printed, said = capsys.readouterr()
     assert said.startswith("<|endoftext|> in the prompt or suffix is read as text")
     assert printed.startswith("a<|endoftext|>b") and bytes(asked[0][1][0].tolist()) == b"a<|endoftext|>b"
-    run(monkeypatch, prompt="a")
+    run(monkeypatch, laptop, prompt="a")
     assert "<|endoftext|> in" not in capsys.readouterr().err
 
 
-def test_a_checkpoint_may_be_named_by_its_file(saved):
-    os.rename(f"{saved[0]}/ckpt.pt", f"{saved[0]}/best.pt")
-    for flag in ("checkpoint", "out_dir"):
-        status, printed, error = script("sample.py", f"--{flag}={saved[0]}/best.pt", "--device=cpu", "--length=9")
-        assert status == 0 and len(printed.encode()) > 9, error
+def test_the_default_is_a_run_in_out_or_else_the_model_that_ships_in_any_folder(saved, tmp_path, monkeypatch):
+    shipped = str(ROOT / "assets" / "novelist" / "model.safetensors")
+    (tmp_path / "elsewhere" / "out").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert find_checkpoint("auto") == find_checkpoint("assets/novelist") == shipped
+    monkeypatch.chdir(tmp_path)
+    status, printed, error = script("sample.py", "--device=cpu", "--length=9")
+    assert status == 0 and len(printed.encode()) > 9 and error.startswith("out/ckpt.pt: "), error
+    os.rename("out/ckpt.pt", "out/best.pt")
+    assert find_checkpoint("out/best.pt") == "out/best.pt" and find_checkpoint("auto") == shipped

@@ -58,7 +58,7 @@ def test_repeated_counts_4_grams_seen_before():
 @pytest.mark.parametrize("change, message", [
     (dict(checkpoints=["full"]), "full must be a block model"), (dict(judge="full"), "full must be a block model"),
     (dict(checkpoints=[]), "there is nothing to compare"), (dict(n_prompts=10 ** 6), "lower n_prompts"),
-    (dict(out="quality.png"), "out must end in .json"), (dict(length=21), "not whole blocks"),
+    (dict(out="quality.png"), "out must be a .json file"), (dict(length=21), "not whole blocks"),
     (dict(decoders=["random:x"]), "write name:number"), (dict(decoders=["worst"]), "decoder must be one of")])
 def test_what_cannot_be_compared_is_a_sentence(models, monkeypatch, change, message):
     monkeypatch.chdir(models)

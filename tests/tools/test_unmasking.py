@@ -26,6 +26,11 @@ def test_every_new_token_appears_once_and_at_the_step_that_revealed_it(tmp_path,
     picture = xml.dom.minidom.parse(str(tmp_path / "a.svg"))
     texts = picture.getElementsByTagName("text")
     drawn = "".join(t.firstChild.data for t in texts if t.getAttribute("class").startswith("t "))
-    visible = "".join(found["tokens"]).replace("\n", "").replace("\t", "")
+    visible = b"".join(found["tokens"]).decode(errors="replace").replace("\n", "").replace("\t", "")
     assert drawn.replace(" ", "") == "".join(c if c.isprintable() else "\ufffd" for c in visible).replace(" ", "")
     assert all(float(t.getAttribute("x")) + float(t.getAttribute("textLength")) < 12 + 21 * 7.8 for t in texts)
+
+
+def test_a_letter_of_several_bytes_appears_whole_with_its_last_byte():
+    tokens = [bytes([byte]) for byte in "aжё".encode()] + ["ж".encode()[:1]]
+    assert [*unmasking.characters(tokens, [3, 2, 0, 1, 4, 5])] == [("a", 3), ("ж", 2), ("ё", 4), ("\ufffd", 5)]
