@@ -174,14 +174,3 @@ def script(name):
         if not re.search("MemoryError|out of memory|allocate memory", repr(error)):
             raise
         sys.exit(f"{name}: out of memory; lower the batch size, the lengths or the model's size")
-
-
-def lock(path, refusal):
-    import fcntl
-    file = open(path, "a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if isinstance(error, BlockingIOError):          # else a file system without locks: train on
-            raise UserError(refusal) from None
-    return file

@@ -33,8 +33,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from configurator import UserError, lock, script, write_file
+from configurator import UserError, script, write_file
 from data import VOCABULARY, TokenData, encode, get_tokenizer, prepare_stdlib, read_meta, write_meta
+from tools import lock
 
 HUB = {                             # what `python data.py NAME` downloads: repository, revision, files, split
     "dclm": ("mlfoundations/dclm-baseline-1.0", "a3b142c183aebe5af344955ae20836eb34dcf69b",

@@ -32,11 +32,11 @@ import torch
 
 import eval as evaluation
 import train
-from configurator import UserError, check, configure, lock, script, settings_of, write_file
+from configurator import UserError, check, configure, script, settings_of, write_file
 from data import TokenData
 from paper import MODELS, RESULTS, kind_of
 from parallel import ROOT, hardware, pick_device
-from tools import picture, print_table
+from tools import lock, picture, print_table
 from tools.loss import read_log
 
 # ----------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ import resource
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch

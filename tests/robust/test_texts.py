@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 import data
-from configurator import lock
 from configurator import UserError
 from conftest import script
 from test_data import TEXTS, decoded, documents, edit_meta, folder_bytes, make_folder, prepared, write_jsonl
-from tools import prepare
+from tools import lock, prepare
 
 
 REFUSED = {

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from configurator import lock
 from configurator import UserError, configure, settings_of
 from conftest import ROOT, TINY, Child, as_config, signals_put_back
 from paper import MODELS, RESULTS
-from tools import sweep
+from tools import lock, sweep
 from tools.loss import read_log
 
 
