@@ -10,7 +10,6 @@ prepares other text; training does not need it.
     python data.py text *.jsonl.zst --val valid.jsonl --tokenizer gpt2 --out data/mine
 """
 import functools
-import hashlib
 import json
 import math
 import platform
@@ -141,13 +140,10 @@ def prepare_stdlib(out="data/stdlib", root=None):
 def write_meta(out, source, revision, tokenizer, splits, skipped=0, made_from=None):
     """Writes meta.json, which marks the folder as finished. The tokens must be on disk.
 
-    splits: {split: dict(tokens=, documents=, utf8_bytes=)}; this adds the sha256 of each file of tokens.
+    splits: {split: dict(tokens=, documents=, utf8_bytes=)}.
     source, revision: where the text comes from. made_from: tells whether it is still the same.
     skipped: the number of bad documents.
     """
-    for split in splits:
-        with open(Path(out, f"{split}.bin"), "rb") as file:
-            splits[split]["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
     meta = dict(format=VERSION, source=source, revision=revision, tokenizer=tokenizer,
                 vocab_size=VOCABULARY[tokenizer], skipped=skipped, made_from=made_from, splits=splits)
     write_file(Path(out, "meta.json"), json.dumps(meta, indent=1) + "\n")

@@ -94,7 +94,7 @@ def records(file, name):
 def text_of(raw, name, key):
     """The text of one record, bytes, of a file; "" if it is blank. It has no byte order mark, and \\n as line ends.
     Raises ValueError for a bad record, UnicodeDecodeError if it is not UTF-8."""
-    if not raw.strip():
+    if not raw.removeprefix(b"\xef\xbb\xbf").strip():
         return ""
     text = raw.decode("utf-8-sig")
     if is_text(name) and "\0" in text:                      # as in English UTF-16
@@ -386,7 +386,7 @@ def show(path):
     print(f"{path}: {' '.join(origin)}, {tokenizer.name} tokens, vocabulary {tokenizer.n_vocab:,}, "
           f"{meta.get('skipped', 0)} bad documents skipped")
     for split, info in meta["splits"].items():
-        told = [f"{n:,} {key}" for key, n in info.items() if key != "sha256"]
+        told = [f"{n:,} {key}" for key, n in info.items() if key != "sha256"]      # of earlier folders
         told += [f"{info['utf8_bytes'] / info['tokens']:.3f} bytes per token"] if "utf8_bytes" in info else []
         print(f"{split}: {', '.join(told)}")
         tokens = TokenData(path, split).sequences(min(100, info["tokens"]), 1)[0].numpy()
@@ -404,7 +404,7 @@ def unescaped(text):
 def parse_arguments(argv):
     path, form = os.path.expanduser, argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("data.py", description=__doc__, formatter_class=form)
-    parser.add_argument("command", type=lambda name: "text" if name == "jsonl" else name, choices=TAKES)
+    parser.add_argument("command", type=lambda name: "text" if name == "jsonl" else name, choices=TAKES)  # its old name
     parser.add_argument("paths", nargs="*", type=path, default=[], metavar="PATH", help="training text; or a folder")
     parser.add_argument("--val", nargs="+", type=path, default=[], metavar="PATH", help="validation text")
     parser.add_argument("--out", type=path, metavar="DIR", help="the folder to make (default: data/COMMAND)")

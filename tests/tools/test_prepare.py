@@ -90,7 +90,7 @@ def test_of_many_files_some_are_kept_and_of_a_few_the_ends(tmp_path, monkeypatch
     synced = []
     monkeypatch.setattr(os, "fsync", synced.append)
     files = {f"{i}.txt": f"story {i} " + "and on it goes\n" * (20 + i % 7) for i in range(n)}
-    train, val, printed = text_command(tmp_path, files)
+    train, val, printed = text_command(tmp_path, files | {"blank.txt": "\ufeff\r\n"})
     assert len(synced) < 12, "it waits for the disk after each file"
     assert ("the end of each .txt" if n < 10 else f"{n // 10} of {n} documents") in printed
     assert sorted([a + b for a, b in zip(train, val)] if n < 10 else train + val) == sorted(files.values())
