@@ -4,15 +4,19 @@ positions, or a number that depends on the logits; then a token is drawn at each
 
   random         the next p positions of a random permutation. p = 1 is exact ancestral sampling if the model takes no
                  t: then only the order of unmasking matters, and it is uniform.
+  strided        the next position, from left to right, in each of p equal parts of the block. So the tokens of a step
+                 lie far apart and depend little on each other. p = 1 is from left to right.
   confidence     the p positions of which the model is surest: whose most probable token is most probable
   threshold      all positions whose most probable token has at least the probability `threshold`
+  entropy_bound  the surest positions, as many as have entropies of together `entropy_bound` nats, the largest of them
+                 not counted (arXiv 2505.24857). These entropies bound what the tokens of a step tell about each other.
   first_hitting  random with p = 1, and t follows the exact distribution of unmasking times. In a block that begins
                  with known tokens, t starts at the masked fraction.
 
 Choices are the model's own: temperature, top_k and top_p shape the draws alone. A choice by the probability of the
 drawn token would reject unlikely draws, so samples would be sharper than the model and repeat themselves.
 
-    python -m pytest tests/test_sample.py -k "distribution or ancestral or first_hitting"
+    python -m pytest tests/test_decoders.py
 """
 import dataclasses
 import math
@@ -22,9 +26,9 @@ import torch
 import ops
 from configurator import check
 
-DECODERS = ("random", "confidence", "threshold", "first_hitting")
-IN_ORDER = ("random", "first_hitting")  # the order in which these reveal positions is known when a block starts
-AS_SURE = ("threshold",)                # these reveal as many tokens in a step as the logits say
+DECODERS = ("random", "strided", "confidence", "threshold", "entropy_bound", "first_hitting")
+IN_ORDER = ("random", "strided", "first_hitting")       # their order of positions is known when a block starts
+AS_SURE = ("threshold", "entropy_bound")                # these reveal as many tokens in a step as the logits say
 MAX_LOGITS = 2 ** 24                    # the most logits of one row that a choice by certainty holds at a time
 
 # ops.uniform numbers its random numbers by stream. Token draws (ops.gumbel_argmax) use streams >= 0.
@@ -61,7 +65,7 @@ def generate_naive(model, prompt, length, sampler):
 
 def check_decoder(settings):
     """Raises UserError for the first value in `settings`, a dict of a Sampler's fields, that is out of bounds."""
-    check(settings, least=dict(tokens_per_step=1, threshold=0, temperature=0, top_k=0),
+    check(settings, least=dict(tokens_per_step=1, threshold=0, entropy_bound=0, temperature=0, top_k=0),
           most=dict(threshold=1, top_p=1), above=dict(top_p=0), choices=dict(decoder=DECODERS))
 
 
@@ -76,6 +80,7 @@ class Sampler:
     decoder: str = "random"
     tokens_per_step: int = 1
     threshold: float = 0.9
+    entropy_bound: float = 0.5
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -87,9 +92,10 @@ class Sampler:
             self.tokens_per_step = 1
 
     def certainty(self, logits):
-        """How sure the model is of each position: the probability of its most probable token. logits (b, m, v - 1) ->
-        (b, m) in fp32 or better."""
-        return logits.softmax(-1, dtype=ops.at_least_fp32(logits.dtype)).amax(-1)
+        """How sure the model is of each position: the probability of the most probable token there, or minus the
+        entropy in nats for entropy_bound. logits (b, m, v - 1) -> (b, m) in fp32 or better."""
+        p = logits.softmax(-1, dtype=ops.at_least_fp32(logits.dtype))
+        return torch.xlogy(p, p).sum(-1) if self.decoder == "entropy_bound" else p.amax(-1)
 
     def pick(self, logits, positions, seed, step, begin):
         """Draws a token for each of the positions (b, m) of the block. logits (b, m, v - 1) -> tokens (b, m). The mask
@@ -116,6 +122,19 @@ def cut(logits, top_k, top_p):
         drop = torch.zeros_like(mass_before, dtype=torch.bool).scatter(-1, index, mass_before >= top_p)
         logits = logits.masked_fill(drop, float("-inf"))
     return logits
+
+
+def strided_rank(is_masked, p):
+    """
+    The rank (b, l) of each masked position in the order of `strided`. The masked tokens of a row are cut into p parts, as
+    equal as can be, and step j reveals the j-th of each part. So n masked tokens take ceil(n / p) steps, whatever is
+    known around them. For example, p = 2 and a prompt of 3 tokens in a block of 8 give the steps 3 6, 4 7, 5.
+    """
+    n = is_masked.sum(1, keepdim=True).clamp(min=1)                            # (b, 1)
+    i = is_masked.cumsum(1) - 1                                                # (b, l): the masked ones are 0..n-1
+    part = i * p // n                                                          # part j begins at ceil(j n / p)
+    step = i + -part * n // p
+    return (step * p + part).double()
 
 
 class ActiveBlock:
@@ -160,7 +179,8 @@ class ActiveBlock:
         self.step.zero_()
         self.t.copy_(is_masked.double().mean(1))
         if self.sampler.decoder in IN_ORDER:
-            rank = ops.uniform(xt.size(1), PERMUTATION_STREAM, *self.key)      # (b, l)
+            rank = (strided_rank(is_masked, self.tokens_per_step) if self.sampler.decoder == "strided" else
+                    ops.uniform(xt.size(1), PERMUTATION_STREAM, *self.key))    # (b, l)
             # Known positions come last, so each step meets masked positions until the row has none.
             self.permutation.copy_(rank.masked_fill(~is_masked, math.inf).argsort(1))
 
@@ -213,9 +233,14 @@ class ActiveBlock:
         certainty, order = certainty.where(self.xt == self.sampler.mask_id, -math.inf).sort(1, descending=True)
         if self.sampler.decoder == "confidence":
             return order[:, :self.tokens_per_step]
+        if self.sampler.decoder == "threshold":
+            is_chosen = certainty >= self.sampler.threshold
+        else:
+            # Entropies grow along `order`, so the sum without the largest is that of the positions before.
+            is_chosen = (-certainty).cumsum(1).roll(1, 1) <= self.sampler.entropy_bound
         # The surest position is always revealed: else a step might reveal nothing, and the block would never end. It
         # also stands where a row reveals no more.
-        return order.where(certainty >= self.sampler.threshold, order[:, :1])[:, :most]
+        return order.where(is_chosen, order[:, :1])[:, :most]
 
     def reveal(self, positions, logits):
         """Draws tokens at `positions` (b, m) from logits (b, m, v - 1) and makes them known."""

@@ -26,7 +26,7 @@ from tqdm import tqdm
 import ops
 from checkpoint import copy_row, fingerprint, load_prompt, open_checkpoint, save_prompt
 from configurator import UserError, check, configure, script
-from decoders import IN_ORDER, ActiveBlock, Sampler, check_decoder, select
+from decoders import AS_SURE, ActiveBlock, Sampler, check_decoder, select
 from model import cast_for_inference
 from parallel import has_fast, pick_device, pick_dtype, select_kernels
 
@@ -40,9 +40,10 @@ save_cache = ""                         # write the prompt and its cache to this
 load_cache = ""                         # continue from a cache that save_cache wrote; the prompt comes after its text
 length = 512                            # tokens to generate (max_new_tokens, in nanoGPT)
 num_samples = 1                         # samples generated side by side, as the rows of one batch
-decoder = "random"                      # random, confidence, threshold or first_hitting
+decoder = "random"                      # random, strided, confidence, threshold, entropy_bound, first_hitting: decoders.py
 tokens_per_step = 0                     # p, tokens revealed per step; 0: at most 16 steps a block
-threshold = 0.9                         # with decoder=threshold: reveal tokens of at least this probability
+threshold = 0.9                         # with decoder=threshold: reveal where a token has at least this probability
+entropy_bound = 0.5                     # with decoder=entropy_bound: reveal positions of together this entropy, in nats
 temperature = 1.0                       # 0: the most probable token
 top_k = 0                               # draw from the k most probable tokens; 0: from all
 top_p = 1.0                             # draw from the most probable tokens that together reach this probability
@@ -109,9 +110,8 @@ def open_engine(wanted, model, dtype=torch.float32):
       graphs   the same, each step a CUDA graph
       auto     graphs if select_kernels selected the kernels of fast/ (fused if no graph can be recorded), else simple
 
-    All engines use the same random numbers. Their tokens differ only where rounding of the logits changes a draw or,
-    with the decoders confidence and threshold, the choice of a position. Raises UserError for an engine that cannot
-    run.
+    All engines use the same random numbers. Their tokens differ only where rounding of the logits changes a draw or a
+    choice by certainty. Raises UserError for an engine that cannot run.
     """
     check(dict(engine=wanted), choices=dict(engine=ENGINES))
     device_type = model.embed.weight.device.type
@@ -245,8 +245,9 @@ def read_rows(model, prefixes, cache, known=None):
     first = {}                                          # prefix -> the first row with it
     for i, prefix in enumerate(prefixes):
         row, text = cache.rows(i, i + 1), tuple(prefix.tolist())
-        read(model, prefix, row, first.get(text, known))
-        first.setdefault(text, row)
+        if text:
+            read(model, prefix, row, first.get(text, known))
+            first.setdefault(text, row)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -322,13 +323,13 @@ def main():
     suffix_tokens = tokenizer.encode_ordinary(suffix)
     l, (start,), _ = plan(c, [tokens], length, len(suffix_tokens))
     per_step = tokens_per_step or math.ceil(c.block_of(length) / 16)           # then a block takes 16 steps or fewer
-    sampler = Sampler([seed + i for i in range(num_samples)], decoder, per_step, threshold, temperature, top_k, top_p,
-                      mask_id=c.mask_id)
+    sampler = Sampler([seed + i for i in range(num_samples)], decoder, per_step, threshold, entropy_bound, temperature,
+                      top_k, top_p, mask_id=c.mask_id)
     model, new_engine = open_engine(engine, model, weight_dtype)
-    pace = f"threshold {threshold}" if decoder == "threshold" else f"{min(sampler.tokens_per_step, l)} tokens a step"
-    print(f"{path}: {n_params:,} parameters on {dev}, {kernels_line}, decoder {decoder}, {pace}, seed {seed}",
+    pace = globals()[decoder] if decoder in AS_SURE else f"with {min(sampler.tokens_per_step, l)} tokens a step"
+    print(f"{path}: {n_params:,} parameters on {dev}, {kernels_line}, decoder {decoder} {pace}, seed {seed}",
           file=sys.stderr)
-    if temperature == 0 and num_samples > 1 and decoder not in IN_ORDER:
+    if temperature == 0 and num_samples > 1 and decoder not in ("random", "first_hitting"):
         print(f"all samples are equal: with temperature=0, decoder={decoder} draws nothing", file=sys.stderr)
 
     def show(xt):

@@ -1,13 +1,11 @@
-"""Cached generation against the definition without a cache; decoders, gaps, saved prompts, distributions."""
-from types import SimpleNamespace
-
+"""Cached generation against the definition without a cache; gaps, saved prompts, random numbers."""
 import pytest
 import torch
 
 import ops
 from checkpoint import fingerprint, load_prompt, save_prompt
 from conftest import ENGINES, all_models, block_models, generate_by, make_model, make_sampler, prompts_of
-from decoders import DECODERS, ActiveBlock, Sampler, generate_naive, select
+from decoders import DECODERS, IN_ORDER, generate_naive
 from model import BlockDiffusionLM
 from parallel import has_fast
 from sample import generate, read
@@ -35,7 +33,7 @@ def test_rows_with_prompts_of_different_lengths_come_out_as_they_would_alone(nam
     """A row that has ended does not change while the others go on. Two rows have the same prompt."""
     model, how = make_model(name), dict(decoder=decoder, threshold=0.3)
     # Without any known token, attention gives all masks the same probabilities: rounding would choose between them.
-    prompts = prompts_of(3, 11, 1 if decoder in ("confidence", "threshold") else 0, 24)
+    prompts = prompts_of(3, 11, 0 if decoder in IN_ORDER else 1, 24)
     prompts.insert(2, prompts[0])
     together = generate_by(engine, model, prompts, 13, make_sampler(model, 5, **how))
     for i, prompt in enumerate(prompts):
@@ -108,83 +106,6 @@ def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_token_for_
     longer = read(model, prompt[:in_blocks], model.new_cache(1, in_blocks), cache)
     alone = generate_by(engine, model, [prompt], 21, make_sampler(model), cache=longer)
     assert torch.equal(alone.tokens[0], want[0])
-
-
-@pytest.mark.parametrize("how, wanted", [
-    (dict(), [0.5, 0.3, 0.15, 0.05]), (dict(temperature=0.5), [0.685, 0.247, 0.062, 0.007]),
-    (dict(temperature=0), [1, 0, 0, 0]), (dict(top_k=2), [0.625, 0.375, 0, 0]),
-    # top_p: the fewest tokens that reach this mass, and at least one
-    (dict(top_p=0.1), [1, 0, 0, 0]), (dict(top_p=0.8), [0.625, 0.375, 0, 0]),
-    (dict(top_p=0.81), [0.526, 0.316, 0.158, 0])])
-def test_sampling_draws_from_the_models_distribution(how, wanted):
-    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05])).expand(1, 20_000, 4)
-    zero = torch.zeros(1, dtype=torch.long)
-    drawn = Sampler([1], mask_id=9, **how).pick(logits, torch.arange(20_000)[None], zero + 1, zero, zero)
-    assert (torch.bincount(drawn[0], minlength=4) / 20_000 - torch.tensor(wanted)).abs().max() < 0.02
-
-
-def unmask_all(xt, logits_of, sampler):
-    """x0 of the block xt (b, l) by a toy denoiser, logits_of(xt, t) -> (b, l, v - 1)."""
-    block = ActiveBlock(*xt.shape, sampler, xt.device)
-    block.start(xt, 0)
-    for _ in block.steps(int((xt == sampler.mask_id).sum(1).max())):
-        one_step(block, logits_of(block.xt, block.noise_level()))
-    return block.xt
-
-
-def one_step(block, logits):
-    """A denoising step of a model that gives these logits (b, l, v - 1)."""
-    positions = block.positions(SimpleNamespace(token_logits=lambda logits: logits), logits)
-    block.reveal(positions, select(logits, positions))
-
-
-def test_one_token_at_a_time_in_random_order_is_exact_ancestral_sampling():
-    """A toy denoiser knows the joint distribution of two bits, which agree with probability 0.9. One token a step
-    reproduces it. Two a step are drawn independently, so they agree half of the time."""
-    given = torch.tensor([[0.9, 0.1], [0.1, 0.9], [0.5, 0.5]])     # p of a bit, if the other one is 0, 1 or masked
-
-    def agreement(**changes):
-        sampler = Sampler(list(range(4000)), mask_id=2, **changes)
-        x = unmask_all(torch.full((4000, 2), 2), lambda xt, t: given[xt.flip(1)].log(), sampler)
-        return float((x[:, 0] == x[:, 1]).float().mean())
-    assert abs(agreement(tokens_per_step=1) - 0.9) < 0.03
-    assert abs(agreement(decoder="first_hitting") - 0.9) < 0.03
-    assert abs(agreement(tokens_per_step=2) - 0.5) < 0.03
-
-
-def test_random_order_begins_at_every_masked_position_alike():
-    n, xt = 4000, torch.tensor([2, 0, 2, 2])            # the second is known
-    block = ActiveBlock(n, 4, Sampler(list(range(n)), mask_id=2), "cpu")
-    block.start(xt.expand(n, 4), 0)
-    first = torch.bincount(block.next_in_order()[:, 0], minlength=4) / n
-    assert (first - torch.tensor([1 / 3, 0, 1 / 3, 1 / 3])).abs().max() < 0.03
-
-
-def test_confidence_reveals_the_surest_positions_and_threshold_all_that_are_sure_enough():
-    p = torch.tensor([[0.6, 0.99, 0.7, 0.95]])          # the likeliest token's, at each position
-    logits = torch.stack([p, 1 - p], -1).log()
-    def first_step(**how):
-        block = ActiveBlock(1, 4, Sampler([0], mask_id=2, temperature=0.0, **how), "cpu")
-        one_step(block, logits)
-        return (block.xt != 2)[0].tolist()
-    assert first_step(decoder="confidence", tokens_per_step=2) == [False, True, False, True]
-    assert first_step(decoder="threshold", threshold=0.8) == [False, True, False, True]
-    assert first_step(decoder="threshold", threshold=1.0) == [False, True, False, False]     # always one
-
-
-def test_first_hitting_visits_the_times_at_which_the_reverse_process_unmasks_tokens():
-    """Of l masked tokens at time t, the first is unmasked at the largest of l uniforms on (0, t)."""
-    n, times = 4000, []
-    def logits_fn(xt, t):
-        times.append(t)
-        return torch.zeros(n, 3, 2)
-    xt = torch.full((n, 3), 2)
-    xt[:, 0] = 1                                        # one of three is known: the block starts at t = 2/3
-    unmask_all(xt, logits_fn, Sampler(list(range(n)), "first_hitting", mask_id=2))
-    first, second = times
-    for uniform in ((first / (2 / 3)) ** 2, second / first):           # these powers of ratios are uniform on (0, 1)
-        found = uniform.sort().values - (torch.arange(n) + 0.5) / n
-        assert found.abs().max() < 2 / n ** 0.5         # Kolmogorov-Smirnov: beyond it once in 1,500 times
 
 
 @pytest.mark.parametrize("engine", ENGINES)

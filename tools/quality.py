@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from configurator import UserError, check, configure, script, write_file
 from data import TokenData, batches, token_bytes
-from decoders import Sampler
+from decoders import AS_SURE, Sampler
 from eval import ratio
 from nelbo import noise_generators, noise_seeds, sequence_nelbo
 from paper import MODELS, kind_of
@@ -53,7 +53,7 @@ def make_sampler(decoder, mask_id):
     """The Sampler of a decoder such as "random:16". The number of a row determines its seed."""
     name, _, value = decoder.partition(":")
     try:
-        how = dict(threshold=float(value)) if name == "threshold" else dict(tokens_per_step=int(value or 16))
+        how = {name: float(value)} if name in AS_SURE else dict(tokens_per_step=int(value or 16))
         return Sampler(noise_seeds(seed, range(n_prompts)), name, mask_id=mask_id, **how)
     except ValueError as error:
         raise UserError(f"decoder '{decoder}': {error}; write name:number, as in random:16") from None

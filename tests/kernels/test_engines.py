@@ -23,6 +23,7 @@ from sample import generate, open_engine  # noqa: E402
     (False, 11, dict(tokens_per_step=2)), (True, 0, dict(tokens_per_step=8, top_k=5)),
     (False, 11, dict(tokens_per_step=3, top_p=0.8)), (True, 11, dict(decoder="confidence", temperature=0.0)),
     (False, 8, dict(decoder="confidence", tokens_per_step=5)), (True, 11, dict(decoder="threshold", threshold=0.3)),
+    (False, 11, dict(decoder="strided")), (True, 3, dict(decoder="entropy_bound", entropy_bound=5.0)),
     (False, 3, dict(decoder="first_hitting", temperature=2.0)), (True, 3, dict(decoder="first_hitting"))])
 def test_fused_generation_equals_that_without_a_cache_token_for_token(name, time_conditioning, prompt_length, how):
     """Commit and first step in one pass, the head on p positions, folded and merged weights."""
