@@ -1,12 +1,11 @@
 """
 Measures the throughput of training and generation, as the paper does (tab:training-throughput-8k,
-tab:inference-throughput). tools/ compares each heavy operation with libraries, and draws figures.
+tab:inference-throughput), with random weights.
 
     python bench.py train         # 350M, 8192 tokens; or torchrun --nproc_per_node=8 bench.py train
     python bench.py sample        # 700M, batch 1, p = 16; some rows: --lengths=1024,65536
-    python bench.py ops           # operations beside libraries and the hardware's limit: tools/compare_ops.py
-    python bench.py plot FILE...  # figures in assets/ from files that --out=FILE wrote: tools/throughput.py
 
+`python -m tools.throughput` draws what --out=FILE wrote; `python -m tools.compare_ops` measures single operations.
 Compilation, capture and warm-up are not part of the measured time. Every run prints hardware, versions and the selected
 kernels, and ends with one JSON line. On a CPU it measures a small model. Speed is measured in one way for each kind:
 
@@ -188,15 +187,14 @@ def bench_sample(parallel):
         with torch.device(dev):
             model = BlockDiffusionLM(config)
         torch.nn.init.normal_(model.head.weight, std=0.02)
-        engine = open_engine("auto", model, pick_dtype("auto", dev))
-        model = engine[0]                               # now the only reference: the original weights are freed
+        model, new_engine = open_engine("auto", model, pick_dtype("auto", dev))            # frees the original weights
         most = (65536 if config.full_sequence else config.rope_capacity) if on_gpu else 1024
         for b in batch:
             for length in lengths or [n for n in paper.LADDER if b * n <= most]:
                 release()
                 row = dict(config=name, length=length, batch=b, tokens_per_step=tokens_per_step)
                 with or_too_large(row):
-                    row.update(time_generation(*engine, b, length))
+                    row.update(time_generation(model, new_engine, b, length))
                 if (b, tokens_per_step) == (1, 16):     # the paper's protocol
                     row["paper"] = paper.SAMPLE.get(name.removesuffix("_700m"), {}).get(length)
                 yield row
@@ -213,20 +211,14 @@ def time_generation(model, new_engine, b, length):
     sampler = Sampler(list(range(b)), tokens_per_step=tokens_per_step, mask_id=c.mask_id)
     engine = new_engine(model, cache, sampler, l)
     row = dict(engine=engine.name, cache_bytes=cache.nbytes, capture_s=now(dev) - started)
-    if c.full_sequence:
-        how, (seconds, spread) = "step x length / p", window_seconds(engine)
+    if c.full_sequence:                                 # all steps run over the same window
+        how, (seconds, spread, _) = "step x length / p", measure(engine.step, dev, warmup, iterations)
+        seconds *= -(-length // tokens_per_step)
     elif length <= WHOLE:
         how, (seconds, spread) = "whole", whole_seconds(engine, n_blocks)
     else:
         how, (seconds, spread) = "blocks", blocks_seconds(engine, model, n_blocks)
     return dict(row, tok_per_s=b * length / seconds, spread=spread, how=how)
-
-
-def window_seconds(engine):
-    """(seconds, spread) of a full-sequence model's window: the time of one step, times their number."""
-    l = engine.block.xt.size(1)
-    median, spread, _ = measure(engine.step, engine.block.xt.device, warmup, iterations)
-    return -(-l // engine.block.tokens_per_step) * median, spread
 
 
 def whole_seconds(engine, n_blocks):
@@ -281,13 +273,11 @@ def show(row):
 
 def main(words):
     """Runs the subcommand words[0], train or sample, with the settings that follow."""
-    what, benches = (words or ["--help"])[0], dict(train=bench_train, sample=bench_sample)
-    if what.startswith("-"):
-        configure(globals(), ["--help"])                # and exits
-    check(dict(subcommand=what), choices=dict(subcommand=[*benches, "ops", "plot"]))
-    configure(globals(), words[1:])
-    check(globals(), least=dict(iterations=1, warmup=0, micro_batch_size=1, tokens_per_step=1, seq_len=0),
-          endings=dict(out=".json"))
+    what, *words = words or ["--help"]
+    benches = dict(train=bench_train, sample=bench_sample)
+    configure(globals(), [what] if what.startswith("-") else words)
+    check(dict(globals(), subcommand=what), choices=dict(subcommand=benches), endings=dict(out=".json"),
+          least=dict(iterations=1, warmup=0, micro_batch_size=1, tokens_per_step=1, seq_len=0))
     for n in (*lengths, *batch):
         if type(n) is not int or not 0 < n <= ModelConfig.rope_capacity:
             raise UserError(f"lengths and batch are whole numbers from 1 to {ModelConfig.rope_capacity}, not {n!r}")
@@ -308,10 +298,5 @@ def main(words):
 
 
 if __name__ == "__main__":
-    _words, sys.argv[1:] = sys.argv[1:], []             # as in `configure`: a quote in argv would break torch.compile
     with script("bench.py"):
-        if _words[:1] == ["ops"]:
-            from tools.compare_ops import main
-        elif _words[:1] == ["plot"]:
-            from tools.throughput import main
-        main(_words)                                    # of this file, or of the one that was just imported
+        main([sys.argv.pop(1) for _ in sys.argv[1:]])   # as in `configure`: a quote in argv would break torch.compile

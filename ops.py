@@ -16,7 +16,7 @@ repository is imported. Shapes use the letters of model.py, except that b is als
 chunked scan c is the number of chunks and q the positions of one. In `segsum` l is any length.
 
     python -m pytest tests/test_ops.py                its tests
-    python bench.py ops                               time it beside libraries
+    python -m tools.compare_ops                       time it beside libraries
 """
 import contextlib
 import functools

@@ -9,7 +9,7 @@ Everything that exists only for speed. The repository works without this folder,
 
 Every kernel is tested against a plain twin.
 
-    python bench.py ops                                 times the operations beside libraries
+    python -m tools.compare_ops                         times the operations beside libraries
     python -m pytest tests/kernels                      on a GPU, or in Triton's interpreter
 """
 import functools

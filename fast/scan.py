@@ -9,7 +9,7 @@ Triton kernels of the state-space scan (eq. mamba-scan-background) over long seq
 fast/mixer.py uses the same kernels inside a whole Mamba mixer, fast/scan_block.py some of them for one block.
 
 Without a GPU, Triton's interpreter tests them:    python -m pytest tests/kernels/test_kernels.py -k scan
-Time them on one:                                  python bench.py ops --only=scan
+Time them on one:                                  python -m tools.compare_ops --only=scan
 """
 from typing import Optional, Tuple
 

@@ -4,8 +4,8 @@ Attention in training, by FlexAttention. It replaces ops.two_stream_masks and op
 FlexAttention skips the tiles that the mask hides. With 16-bit inputs on a Hopper GPU, and blocks of whole tiles, it
 runs the kernels of FlashAttention-4, if that package is installed. Otherwise it runs its own Triton kernels.
 
-    python bench.py ops --only=attention                       time it beside libraries
-    python -m pytest tests/kernels/test_kernels.py -k "attention or tiles"    values and gradients
+    python -m tools.compare_ops --only=attention                time it beside libraries
+    python -m pytest tests/kernels/test_kernels.py -k "attention or tiles"         values and gradients
 """
 import functools
 import importlib.metadata

@@ -1,10 +1,10 @@
 """
 Compares each heavy operation with the libraries that a user would otherwise pick, at the sizes of 350M training or of
 700M generation, and with the limit of the hardware: the time of its products at the measured speed of a large product,
-or of its bytes at that of a copy, whichever is longer. `python bench.py ops` runs it.
+or of its bytes at that of a copy, whichever is longer. The settings are those of bench.py; `only` names operations.
 
-    python bench.py ops                         all operations
-    python bench.py ops --only=scan,adamw       some of them
+    python -m tools.compare_ops                         all operations
+    python -m tools.compare_ops --only=scan,adamw       some of them
 
 Each generator below makes the tensors of one operation and yields its comparisons, which `op_row` times. On a CPU the
 tensors are small.
@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import bench
 import ops
-from configurator import check, configure, write_file
+from configurator import check, configure, script, write_file
 from model import BlockDiffusionLM
 from checkpoint import config_from_file
 from parallel import Parallel, ShardedAdamW, hardware, pick_dtype, select_kernels
@@ -275,9 +275,8 @@ def show(row):
         print(f"{'':<15}{name:<26} {theirs}", flush=True)
 
 
-def main(words):
-    """words: ops, then settings of bench.py, of which `only` names operations."""
-    configure(vars(bench), words[1:])
+def main():
+    vars(bench).update(configure(dict(vars(bench), __doc__=__doc__)))
     check(vars(bench), least=dict(iterations=1, warmup=0), endings=dict(out=".json"))
     for name in bench.only:
         check(dict(only=name), choices=dict(only=[*COMPARISONS]))
@@ -296,3 +295,8 @@ def main(words):
                              kernels=line))
     print(record, flush=True)
     write_file(bench.out, record + "\n")
+
+
+if __name__ == "__main__":
+    with script("compare_ops.py"):
+        main()

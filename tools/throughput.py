@@ -1,14 +1,15 @@
 """
-Draws the throughput figure from the JSON files that bench.py wrote with --out. `python bench.py plot` runs it.
+Draws the throughput figure from the JSON files that bench.py wrote with --out.
 
-    python bench.py plot FILE... --figures=FOLDER
-    python bench.py plot assets/sample_*.json                               # that of docs/results.md
+    python -m tools.throughput FILE... --figures=FOLDER
+    python -m tools.throughput assets/sample_*.json                         # that of docs/results.md
 """
 import json
 import os
+import sys
 from pathlib import Path
 
-from configurator import UserError, configure
+from configurator import UserError, configure, script
 from paper import LADDER, MODELS, SAMPLE
 from tools import picture
 
@@ -57,12 +58,11 @@ def curves(ax, ours, paper):
     ax.set_xlim(min(LADDER) / 1.3, right)
 
 
-def main(words):
-    """words: plot, then files that bench.py wrote, and settings."""
-    files = [word for word in words if word.endswith(".json")]
-    configure(globals(), [word for word in words[1:] if word not in files])
+def main():
+    files = [word for word in sys.argv[1:] if word.endswith(".json")]
+    configure(globals(), [word for word in sys.argv[1:] if word not in files])
     if not files:
-        raise UserError("name what to draw, files that bench.py wrote with --out=FILE: python bench.py plot FILE...")
+        raise UserError("name what to draw, files that bench.py wrote: python -m tools.throughput FILE...")
     found, machines = read(files)
     speed = {kind: {n: row["tok_per_s"] for (k, n), row in found.items() if k == kind} for kind in MODELS}
     note = f"tokens generated\nlines: ours, {machines}\nhollow: the paper, A100-80GB; random weights, batch 1, bf16"
@@ -70,3 +70,8 @@ def main(words):
     with picture(f"{figures}/throughput.png", ylabel="tokens/s", xlabel=note,
                  title="Generation, 700M parameters, 16 tokens a step") as ax:
         curves(ax, speed, SAMPLE)
+
+
+if __name__ == "__main__":
+    with script("throughput.py"):
+        main()

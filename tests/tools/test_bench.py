@@ -65,7 +65,7 @@ def test_a_full_sequence_model_is_timed_by_the_step(capsys, tmp_path):
 
 
 def test_ops_sets_each_operation_beside_a_library_and_its_limit():
-    status, printed, error = script("bench.py", "ops", *QUICK)
+    status, printed, error = script("tools/compare_ops.py", *QUICK)
     assert status == 0, error
     rows = json.loads(printed.splitlines()[-1])["rows"]
     assert len({r["op"] for r in rows}) == len(rows) == 12
@@ -85,21 +85,21 @@ def test_plot_draws_a_figure_and_the_newest_row_wins(tmp_path):
     sample, machines = throughput.read(files)
     speed = {kind: {n: r["tok_per_s"] for (k, n), r in sample.items() if k == kind} for kind in MODELS}
     assert speed["mamba_h"] == {256: 100, 512: 300} and machines == "a GPU, torch 2.0"
-    assert script("bench.py", "plot", files[0], f"--figures={tmp_path}", *files[1:])[0] == 0
+    assert script("tools/throughput.py", files[0], f"--figures={tmp_path}", *files[1:])[0] == 0
     assert (tmp_path / "throughput.png").exists()
 
 
 @pytest.mark.parametrize("name, argv, message", [
-    ("bench.py", "trian", "subcommand must be one of train, sample, ops, plot, but is 'trian'"),
+    ("bench.py", "trian", "subcommand must be one of train, sample, but is 'trian'"),
     ("bench.py", "train --iterations=0", "iterations must be at least 1, but is 0"),
     ("bench.py", "train --only=laptop --seq_len=100", "whole blocks of block_len 16"),
     ("bench.py", "train --only=laptop,nope", "config file nope cannot be run (FileNotFoundError"),
     ("bench.py", "train --out=x.pt", "out must be a .json file"),
     ("bench.py", "sample --lengths=0", "whole numbers from 1 to 262144, not 0"),
     ("bench.py", "sample --batch=many", "whole numbers from 1 to 262144, not 'many'"),
-    ("bench.py", "ops --only=adamw,nope", "only must be one of scan, "),
-    ("bench.py", "plot", "name what to draw"),
-    ("bench.py", "plot assets/ops.json", "the files hold no generation"),
+    ("tools/compare_ops.py", "--only=adamw,nope", "only must be one of scan, "),
+    ("tools/throughput.py", "", "name what to draw"),
+    ("tools/throughput.py", "assets/ops.json", "the files hold no generation"),
     ("tools/profile_step.py", "--config=laptop", "did you mean configs?")])
 def test_bad_input_is_one_sentence_before_any_measurement(monkeypatch, name, argv, message):
     monkeypatch.chdir(ROOT)
@@ -115,4 +115,4 @@ def test_the_tools_profile_without_options_and_say_what_they_are(tmp_path):
     status, printed, _ = script("tools/profile_step.py", "--help")
     assert status == 0 and "Profiles one training step or one denoising step" in printed
     status, printed, _ = script("bench.py")
-    assert all(f"bench.py {word}" in printed for word in ("train", "sample", "ops", "plot"))
+    assert all(f"bench.py {word}" in printed for word in ("train", "sample"))
