@@ -24,10 +24,6 @@ from tqdm import tqdm
 import ops
 from configurator import ROOT, UserError, check
 
-# The names in torch 2.13, or else those in torch 2.11.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 
 # ----------------------------------------------------------------------------------------------
 # The device, and what runs on it
@@ -224,6 +220,11 @@ def micro_batches_of(rank, world, batch_size, micro_batch_size):
         raise UserError(f"micro_batch_size must divide the {own} sequences that each process has per step, but is "
                         f"{micro}; use --micro_batch_size={max(n for n in range(1, micro) if own % n == 0)}")
     return [range(i, i + micro) for i in range(rank * own, (rank + 1) * own, micro)]
+
+
+# The names in torch 2.13, or else those in torch 2.11.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ShardedAdamW:

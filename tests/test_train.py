@@ -216,13 +216,13 @@ def change_checkpoint(path, **settings):
 
 def test_resume_takes_its_settings_from_the_checkpoint_and_the_command_line_wins(copied, tmp_path, capsys):
     """The checkpoint is of another revision, folder and machine, one with 8 GPUs."""
-    theirs = dict(eval_only=False, out_dir="elsewhere", device="cuda:99", batch_size=24, micro_batch_size=3)
-    change_checkpoint(copied / "ckpt.pt", **theirs)
+    change_checkpoint(copied / "ckpt.pt", eval_only=False, out_dir="elsewhere", init_from="a.pt", device="cuda:99",
+                      batch_size=24, micro_batch_size=3)
     (tmp_path / "more.py").write_text("max_iters = 9\nlog_interval = 100\nseed = 1337")     # the last two: the defaults
     before, argv = load_checkpoint(copied / "ckpt.pt")["settings"], ["--resume", f"--out_dir={copied}"]
     with pytest.raises(UserError, match="no device 'cuda:99'; use --device=auto"):
         run(argv)
-    run([*argv, str(tmp_path / "more.py"), "--learning_rate=1e-2", "--device=cpu"])
+    run([*argv, str(tmp_path / "more.py"), "--learning_rate=1e-2", "--device=cpu", "--init_from=b.pt"])
     changes = "max_iters: 8 -> 9, log_interval: 3 -> 100, device: cuda:99 -> cpu"
     assert f"resuming at step 8 with {changes}\n" in capsys.readouterr().out
     record, ours = load_checkpoint(copied / "ckpt.pt"), dict(max_iters=9, log_interval=100, device="cpu", resume=True)
