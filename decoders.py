@@ -126,8 +126,8 @@ def cut(logits, top_k, top_p):
 
 def strided_rank(is_masked, p):
     """
-    The rank (b, l) of each masked position in the order of `strided`. The masked tokens of a row are cut into p parts, as
-    equal as can be, and step j reveals the j-th of each part. So n masked tokens take ceil(n / p) steps, whatever is
+    The rank (b, l) of each masked position in the order of `strided`. The masked tokens of a row are cut into p parts,
+    as equal as can be, and step j reveals the j-th of each part. So n masked tokens take ceil(n / p) steps, whatever is
     known around them. For example, p = 2 and a prompt of 3 tokens in a block of 8 give the steps 3 6, 4 7, 5.
     """
     n = is_masked.sum(1, keepdim=True).clamp(min=1)                            # (b, 1)
@@ -215,7 +215,7 @@ class ActiveBlock:
         """The positions (b, p) that this step reveals, if they are known before the forward pass; else None."""
         if self.sampler.decoder not in IN_ORDER:
             return None
-        # After its last entry the permutation begins again: these positions are known by then, so nothing happens there.
+        # After its last entry the permutation begins again. These positions are known by then: nothing happens there.
         entries = self.step[:, None] + torch.arange(self.tokens_per_step, device=self.step.device)     # (b, p)
         return self.permutation.gather(1, entries % self.permutation.size(1))
 

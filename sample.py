@@ -35,12 +35,12 @@ from parallel import has_fast, pick_device, pick_dtype, select_kernels
 checkpoint = "auto"                     # a file, a folder (out_dir) or hf://owner/name; auto: out or the one that ships
 prompt = ""                             # text to continue (start, in nanoGPT); empty: a new document
 prompt_file = ""                        # a UTF-8 file with the prompt
-suffix = ""                             # known text; the generated tokens fill the gap between prompt and suffix
+suffix = ""                             # known text after the gap, which `length` tokens fill exactly
 save_cache = ""                         # write the prompt and its cache to this file, NAME.cache
 load_cache = ""                         # continue from a cache that save_cache wrote; the prompt comes after its text
 length = 512                            # tokens to generate (max_new_tokens, in nanoGPT)
 num_samples = 1                         # samples generated side by side, as the rows of one batch
-decoder = "random"                      # random, strided, confidence, threshold, entropy_bound, first_hitting: decoders.py
+decoder = "random"                      # random, strided, confidence, threshold, entropy_bound or first_hitting
 tokens_per_step = 0                     # p, tokens revealed per step; 0: at most 16 steps a block
 threshold = 0.9                         # with decoder=threshold: reveal where a token has at least this probability
 entropy_bound = 0.5                     # with decoder=entropy_bound: reveal positions of together this entropy, in nats

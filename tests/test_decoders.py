@@ -116,8 +116,8 @@ def small_model():
 
 @torch.no_grad()
 def probabilities(model, texts, how):
-    """The probability of each text (n, 8) under a decoder whose positions do not depend on what is drawn: the product of
-    those of its tokens at the steps that reveal them, with the text's own tokens written in after each step."""
+    """The probability of each text (n, 8) under a decoder whose positions do not depend on what is drawn: the product
+    of those of its tokens at the steps that reveal them, with the text's own tokens written in after each step."""
     log_p = torch.zeros(texts.shape)
     for begin in (0, 4):
         block = ActiveBlock(len(texts), 4, Sampler([0] * len(texts), mask_id=2, **how), "cpu")

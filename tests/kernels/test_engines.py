@@ -12,27 +12,10 @@ need_fast()
 
 import ops  # noqa: E402
 from configurator import UserError  # noqa: E402
-from decoders import generate_naive, select  # noqa: E402
+from decoders import select  # noqa: E402
 from fast import engine as fast_engine, inference, plain  # noqa: E402
 from fast.inference import inference_model  # noqa: E402
 from sample import generate, open_engine  # noqa: E402
-
-
-@all_models
-@pytest.mark.parametrize("time_conditioning, prompt_length, how", [
-    (False, 11, dict(tokens_per_step=2)), (True, 0, dict(tokens_per_step=8, top_k=5)),
-    (False, 11, dict(tokens_per_step=3, top_p=0.8)), (True, 11, dict(decoder="confidence", temperature=0.0)),
-    (False, 8, dict(decoder="confidence", tokens_per_step=5)), (True, 11, dict(decoder="threshold", threshold=0.3)),
-    (False, 11, dict(decoder="strided")), (True, 3, dict(decoder="entropy_bound", entropy_bound=5.0)),
-    (False, 3, dict(decoder="first_hitting", temperature=2.0)), (True, 3, dict(decoder="first_hitting"))])
-def test_fused_generation_equals_that_without_a_cache_token_for_token(name, time_conditioning, prompt_length, how):
-    """Commit and first step in one pass, the head on p positions, folded and merged weights."""
-    model = make_model(name, torch.float32, time_conditioning=time_conditioning)
-    prompts = torch.stack(prompts_of(prompt_length, prompt_length))
-    length = 32 - prompt_length if model.config.full_sequence else 13
-    naive = generate_naive(model, prompts, length, make_sampler(model, 2, **how))
-    out = generate_by("fused", model, list(prompts), length, make_sampler(model, 2, **how))
-    assert torch.equal(torch.stack(out.tokens), naive)
 
 
 def test_without_cuda_graphs_the_same_steps_run_and_the_reason_is_printed_once(monkeypatch, capsys):
