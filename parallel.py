@@ -47,6 +47,14 @@ def ampere_or_later(device):
     return torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def share_work(flops):
+    """Keeps CPU work on one thread if a pass has few floating-point operations, unless OMP_NUM_THREADS says otherwise.
+    More threads hardly speed it up, and they spin while they wait: beside a busy program that takes ten times as
+    long."""
+    if flops < 5e9 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+
+
 def pick_dtype(setting, device):
     """The torch dtype of a setting. "auto" is bfloat16 on a GPU that has it, else float32."""
     if setting == "auto":

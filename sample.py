@@ -28,7 +28,7 @@ from checkpoint import copy_row, fingerprint, load_prompt, open_checkpoint, save
 from configurator import UserError, check, configure, script
 from decoders import AS_SURE, ActiveBlock, Sampler, check_decoder, select
 from model import cast_for_inference
-from parallel import has_fast, pick_device, pick_dtype, select_kernels
+from parallel import has_fast, pick_device, pick_dtype, select_kernels, share_work
 
 # ----------------------------------------------------------------------------------------------
 # Settings
@@ -325,6 +325,7 @@ def main():
     per_step = tokens_per_step or math.ceil(c.block_of(length) / 16)           # then a block takes 16 steps or fewer
     sampler = Sampler([seed + i for i in range(num_samples)], decoder, per_step, threshold, entropy_bound, temperature,
                       top_k, top_p, mask_id=c.mask_id)
+    share_work(2 * n_params * l * num_samples)
     model, new_engine = open_engine(engine, model, weight_dtype)
     pace = globals()[decoder] if decoder in AS_SURE else f"with {min(sampler.tokens_per_step, l)} tokens a step"
     print(f"{path}: {n_params:,} parameters on {dev}, {kernels_line}, decoder {decoder} {pace}, seed {seed}",

@@ -31,7 +31,7 @@ from data import VOCABULARY, TokenData, bits_per_byte, byte_baselines, prepare_s
 from model import BlockDiffusionLM, ModelConfig
 from nelbo import NATS, nelbo_sums, noise_generators, strata
 from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, end_if_a_rank_is_lost, micro_batches_of,
-                      pick_dtype, select_kernels)
+                      pick_dtype, select_kernels, share_work)
 
 # ----------------------------------------------------------------------------------------------
 # Settings: the defaults train a small BDLM Mamba-H on bytes in minutes, on two cores.
@@ -126,6 +126,7 @@ def main(given=()):
         say(f"resuming at step {step}{changed}")
     about = dict(tokenizer=train_data.tokenizer, settings=settings_of(globals()))       # in each checkpoint
     micro_batches = micro_batches_of(parallel.rank, parallel.world, batch_size, micro_batch_size)
+    share_work(6 * model.n_params * len(micro_batches[0]) * seq_len)
 
     # 4. Precision, compilation.
     use_bf16 = pick_dtype(dtype, dev) == torch.bfloat16
