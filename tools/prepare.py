@@ -188,8 +188,8 @@ class Preparation:
         if record and record.get("made_from") != self.made_from and record.get("counts") != {}:
             raise UserError(f"{self.out} was made from other files or with other settings, or the files have changed "
                             f"since (their size or time): {ELSEWHERE}")
-        held = {path.name for path in [*self.out.glob("*"), *self.parts.glob("*")] if path.suffix != ".tmp"}
-        if not records and held - {"parts", "lock"}:
+        held = {path.name for path in [*self.out.glob("*"), *self.parts.glob("*")]}
+        if not records and not all(re.fullmatch(r"parts|lock|progress\.json\..*tmp", name) for name in held):
             raise UserError(f"{self.out} is not empty, and this command did not make it: {ELSEWHERE}")
         return self.out / "meta.json" in records
 
@@ -261,8 +261,7 @@ class Preparation:
         if not self.settings.skip_bad:
             alone = is_text(source.name) and sum(s.split == source.split for s in self.sources) == 1
             raise UserError(f"{what}; {'' if alone else f'add --skip_bad and {AGAIN} without it, or '}{cure}")
-        if not self.counts["last"]:                     # else it has been told before
-            print(f"skipped {what}", file=sys.stderr)
+        print(f"skipped {what}", file=sys.stderr)
         self.counts["skipped"] += 1
 
     def documents(self, source, text):
@@ -288,11 +287,11 @@ class Preparation:
         """Writes and counts a document, see `tokenise`."""
         self.counts["documents"] += 1
         if split is None:
-            # Validation gets its share of the documents so far, whatever their sizes. A hash decides when.
+            # Validation gets its share of the documents so far, whatever their sizes; a hash decides when. Of the first
+            # two it gets one: so no split is empty.
             due = self.share * self.counts["documents"] - self.counts["val_documents"]
-            split = "val" if due > zlib.crc32(tokens) / 2**32 else "train"
-        if self.counts["documents"] == self.counts["last"]:
-            split = "train" if self.counts["val_documents"] else "val"
+            chance = self.counts["val_documents"] if self.counts["documents"] == 2 else zlib.crc32(tokens) / 2**32
+            split = "val" if due > chance else "train"
         files[split].write(tokens)
         self.counts.update({f"{split}_tokens": len(tokens), f"{split}_documents": 1, f"{split}_utf8_bytes": size})
         self.counts.update(marked)
@@ -306,10 +305,6 @@ class Preparation:
         empty = [split for split, counts in splits.items() if not counts["documents"]]
         if mark and n and not self.counts["separators"]:
             wrong = f"--split_on {mark!r} occurs nowhere in the text: correct it, or leave it out"
-        elif empty and self.share and n > 1:            # chance left it empty: it gets the last document
-            self.counts = Counter(last=n)
-            self.write_splits()
-            return self.finish()
         elif empty:
             wrong = (f"{n} documents were found, none for the {empty[0]} split: give more text, or keep none for "
                      "validation by --val_fraction 0")
@@ -323,9 +318,9 @@ class Preparation:
         if self.share:
             ends = "the end of each .txt" + ", and other documents" * any(not is_text(s.name) for s in self.sources)
             how = ends if self.keeps_ends else f"{self.counts['val_documents']:,} of {n:,} documents"
-            total = self.counts["train_utf8_bytes"] + self.counts["val_utf8_bytes"]
-            print(f"kept {self.counts['val_utf8_bytes']:,} of {total:,} bytes of text for validation, {how}; --val "
-                  "FILE names other text, --val_fraction 0 keeps nothing")
+            kept, total = self.counts["val_utf8_bytes"], sum(counts["utf8_bytes"] for counts in splits.values())
+            other = "" if self.settings.val_fraction else "; --val FILE names other text, --val_fraction 0 keeps none"
+            print(f"kept {kept:,} of {total:,} bytes of text for validation, {how}{other}")
         for name in sorted(self.tokenizer.special_tokens_set & self.counts.keys()):
             print(f"{self.counts[name]:,} documents contain {name}, which stays ordinary text; if it ends them, add "
                   f"--split_on '{name}' and another --out; docs/forking.md says how it becomes a token")
