@@ -223,8 +223,9 @@ def gated_norm(y, z, weight):
 def two_stream_rule(q, kv, block_len, n_clean):
     """
     The visibility rule of the all-block objective. A clean token of block i sees clean blocks 0..i. A noisy token of
-    block i sees clean blocks 0..i-1 and its own noisy block. Finished blocks are cached whole, so a clean token sees
-    all of its own block; `cached_attention` follows the same rule.
+    block i sees clean blocks 0..i-1 and its own noisy block. Clean tokens see each other because their keys and values
+    are what later blocks read: without context these would be those of single tokens. Finished blocks are cached whole,
+    so a clean token sees all of its own block; `cached_attention` follows the same rule.
 
     q, kv: integer tensors that broadcast, indices into [n_clean clean tokens; noisy tokens]. Returns a boolean tensor,
     true where query q sees key kv.

@@ -138,7 +138,8 @@ Generation = collections.namedtuple("Generation", "tokens forward_passes seconds
 def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_token=None, on_block=None, on_step=None,
              cache=None, suffix=()):
     """
-    Continues every prompt by `length` tokens. With a suffix, these tokens fill the gap between prompt and suffix.
+    Continues every prompt by `length` tokens. With a suffix, these tokens fill the gap between prompt and suffix: the
+    model has no way to make a gap longer or shorter.
 
     model, new_engine: as `open_engine` returns them. prompts: list of 1-D int64 tensors, which may differ in length
     and be empty. sampler: Sampler with one seed for each prompt. stop_token: a row ends after its first new one, and
@@ -146,7 +147,8 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
     on_step(xt) after each denoising step. cache: of one row, as `read` fills it, with the first tokens of every prompt,
     which are then not read again. Raises UserError for a request that cannot be served, before any work.
     """
-    device, mask, suffix = model.embed.weight.device, sampler.mask_id, torch.as_tensor(suffix).tolist()
+    device, mask = model.embed.weight.device, sampler.mask_id
+    suffix = torch.as_tensor(suffix).tolist()
     l, starts, n_blocks = plan(model.config, prompts, length, len(suffix))
     if len(sampler.seeds) != len(prompts):
         raise UserError(f"the sampler has {len(sampler.seeds)} seeds; give it {len(prompts)}, one for each prompt")
@@ -171,7 +173,7 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
     # While block k is unmasked, the cache holds keys, values and states of the first starts[i] + k l tokens of row i,
     # which are all final. (A fast engine commits block k - 1 together with the first step of block k.) Rows may start
     # at different tokens; their blocks are unmasked side by side.
-    while True:
+    for k in range(n_blocks):
         x0 = engine.decode(active, n_masked, on_step)                          # (b, l), no mask left
         # tolist waits for the device. With CUDA graphs it waits elsewhere only in ActiveBlock.steps.
         for i, block in enumerate(x0.tolist()):
@@ -183,7 +185,7 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
             n_left[i] -= len(new)
             if on_block:
                 on_block(i, new)
-        if not any(n_left):                             # at block n_blocks at the latest
+        if not any(n_left):                             # after the last block at the latest
             break
 
         engine.commit(x0)
