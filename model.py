@@ -58,7 +58,8 @@ class ModelConfig:
     def __post_init__(self):
         """Raises UserError for a shape that cannot work."""
         for name, value in vars(self).items():
-            if value is not False and not 0 < value < math.inf:        # NaN is refused too
+            # NaN is refused, too. A fork may have a field that is a text.
+            if value is not False and not isinstance(value, str) and not 0 < value < math.inf:
                 raise UserError(f"{name} must be above 0 and finite, but is {value}")
         # Rotation pairs the two halves of an attention head, so its width must be even. Attention-only models have no
         # Mamba heads: `hybrid` is then 0, and 0 is a multiple of everything.

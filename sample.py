@@ -27,7 +27,7 @@ import ops
 from checkpoint import copy_row, fingerprint, load_prompt, open_checkpoint, save_prompt
 from configurator import UserError, check, configure, script
 from decoders import AS_SURE, ActiveBlock, Sampler, check_decoder, select
-from model import cast_for_inference
+from model import Attention, BiMamba, cast_for_inference
 from parallel import has_fast, pick_device, pick_dtype, select_kernels, share_work
 
 # ----------------------------------------------------------------------------------------------
@@ -108,7 +108,8 @@ def open_engine(wanted, model, dtype=torch.float32):
       simple   `SimpleEngine` above, plain PyTorch. Casts the weights of `model` in place; the other engines copy them.
       fused    fast/, with prepared weights
       graphs   the same, each step a CUDA graph
-      auto     graphs if select_kernels selected the kernels of fast/ (fused if no graph can be recorded), else simple
+      auto     graphs if select_kernels selected the kernels of fast/ (fused if no graph can be recorded) and fast/ knows
+               the model's mixers, else simple
 
     All engines use the same random numbers. Their tokens differ only where rounding of the logits changes a draw or a
     choice by certainty. Raises UserError for an engine that cannot run.
@@ -117,10 +118,12 @@ def open_engine(wanted, model, dtype=torch.float32):
     device_type = model.embed.weight.device.type
     if device_type == "mps":
         raise UserError("device=mps cannot sample, because draws need fp64; use --device=cpu")
-    if wanted == "simple" or (wanted == "auto" and (device_type == "cpu" or "cached_attention" not in ops.FAST)):
+    known = all(type(layer.mixer) in (Attention, BiMamba) for layer in model.layers)
+    fast = known and device_type != "cpu" and "cached_attention" in ops.FAST
+    if wanted == "simple" or (wanted == "auto" and not fast):
         return cast_for_inference(model, dtype), SimpleEngine
-    if not has_fast() or (wanted == "graphs" and device_type == "cpu"):
-        raise UserError(f"engine={wanted} needs the folder fast/, and engine=graphs a GPU; use --engine=auto")
+    if not (known and has_fast()) or (wanted == "graphs" and device_type == "cpu"):
+        raise UserError(f"engine={wanted} needs the folder fast/ and its mixers, engine=graphs a GPU; use --engine=auto")
     from fast.engine import new_engine
     from fast.inference import inference_model
     return inference_model(model, dtype), lambda *args: new_engine(wanted, *args)

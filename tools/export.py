@@ -41,7 +41,7 @@ def export(checkpoint, to, dtype="float32"):
                   tokenizer=record["tokenizer"], settings=settings, sha256=hashlib.sha256(weights).hexdigest())
     card = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8").format(
         kind="full-sequence" if model.config.full_sequence else "block",
-        layers="Mamba-2 and attention" if model.config.hybrid else "attention",
+        layers=" and ".join(dict.fromkeys(type(layer.mixer).__name__ for layer in model.layers)),
         n_params=model.n_params, **config, **config["config"])
     # The weights come first: if the disk is too small, nothing is left behind.
     write_file(os.path.join(to, WEIGHTS), lambda f: f.write(weights))

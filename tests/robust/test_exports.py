@@ -35,7 +35,7 @@ def test_an_export_is_the_checkpoint_bit_for_bit_and_says_what_the_model_is(save
     assert record["settings"] == dict(data="data/x", learning_rate=1e-3)       # no other setting of the training
     card = (exported / CARD).read_text()
     assert card.startswith("---\nlibrary_name: nanobdlm\n") and "{" not in card
-    for word in (f"{saved[1].n_params:,} parameters", "block diffusion", "Mamba-2 and attention", "blocks of 8 tokens",
+    for word in (f"{saved[1].n_params:,} parameters", "block diffusion", "Attention and BiMamba layers", "blocks of 8 tokens",
                  "tokenizer bytes", "step 7", "python sample.py --checkpoint="):
         assert word in card
     export(str(exported), str(exported / "again"))      # an export of an export is the same
