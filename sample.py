@@ -32,7 +32,7 @@ from parallel import has_fast, pick_device, pick_dtype, select_kernels, share_wo
 
 # ----------------------------------------------------------------------------------------------
 # Settings
-checkpoint = "auto"                     # a file, a folder (out_dir) or hf://owner/name; auto: out or the one that ships
+checkpoint = "auto"                     # file, folder (out_dir) or hf://owner/name; auto: out, else the one that ships
 prompt = ""                             # text to continue (start, in nanoGPT); empty: a new document
 prompt_file = ""                        # a UTF-8 file with the prompt
 suffix = ""                             # known text after the gap, which `length` tokens fill exactly
@@ -56,7 +56,6 @@ kernels = "auto"                        # auto; torch: the plain operations; mam
 engine = "auto"                         # auto, simple, fused or graphs, see open_engine; all draw the same numbers
 # ----------------------------------------------------------------------------------------------
 
-BAR = dict(delay=2, leave=False)        # a tqdm that appears after two seconds; with disable=None, on a terminal alone
 ENGINES = ("auto", "simple", "fused", "graphs")
 MASK = "\u2591"
 
@@ -108,8 +107,8 @@ def open_engine(wanted, model, dtype=torch.float32):
       simple   `SimpleEngine` above, plain PyTorch. Casts the weights of `model` in place; the other engines copy them.
       fused    fast/, with prepared weights
       graphs   the same, each step a CUDA graph
-      auto     graphs if select_kernels selected the kernels of fast/ (fused if no graph can be recorded) and fast/ knows
-               the model's mixers, else simple
+      auto     graphs if select_kernels selected the kernels of fast/ and these know the model's mixers (fused if no graph
+               can be recorded), else simple
 
     All engines use the same random numbers. Their tokens differ only where rounding of the logits changes a draw or a
     choice by certainty. Raises UserError for an engine that cannot run.
@@ -123,7 +122,7 @@ def open_engine(wanted, model, dtype=torch.float32):
     if wanted == "simple" or (wanted == "auto" and not fast):
         return cast_for_inference(model, dtype), SimpleEngine
     if not (known and has_fast()) or (wanted == "graphs" and device_type == "cpu"):
-        raise UserError(f"engine={wanted} needs the folder fast/ and its mixers, engine=graphs a GPU; use --engine=auto")
+        raise UserError(f"engine={wanted} needs fast/ and a mixer of it, engine=graphs a GPU; use --engine=auto")
     from fast.engine import new_engine
     from fast.inference import inference_model
     return inference_model(model, dtype), lambda *args: new_engine(wanted, *args)
@@ -226,8 +225,9 @@ def plan(config, prompts, length, n_suffix=0):
     n_blocks = max(-(-(total - start) // l) for total, start in zip(totals, starts))
     if n_suffix and n_blocks > 1:
         # A block sees only itself and what comes before it. It would not see a suffix that lies in a later block.
-        raise UserError(f"length and suffix are {length + n_suffix} tokens, but must end in the block of {l} in which "
-                        f"the prompt ends, which has room for {l - max(len(p) % l for p in prompts)}; shorten one")
+        raise UserError(f"a gap must fit one block: length and suffix are {length + n_suffix} tokens, but the block of "
+                        f"{l} in which the prompt ends has room for {l - max(len(p) % l for p in prompts)}; shorten "
+                        f"one, or take a model of longer blocks")
     if (end := max(starts) + n_blocks * l) > config.rope_capacity:
         raise UserError(f"prompt and length make {end} tokens in whole blocks, but the model has positions for "
                         f"{config.rope_capacity}, its rotary capacity; shorten one")
@@ -236,12 +236,12 @@ def plan(config, prompts, length, n_suffix=0):
 
 def read(model, tokens, cache, known=None):
     """Fills a cache of one row with tokens (m,), which are whole blocks, and returns it. known: None, or a cache of one
-    row with the first of them, which is copied. Shows a bar, see BAR."""
+    row with the first of them, which is copied. On a terminal, a bar appears after two seconds."""
     if known is not None:
         copy_row(known, cache)
     rest = tokens[None, int(cache.lengths):].to(cache.lengths.device)          # (1, those that the cache lacks)
     model.prefill(rest, cache, progress=functools.partial(
-        tqdm, desc="reading the prompt", unit=" chunks", disable=None, **BAR))
+        tqdm, desc="reading the prompt", unit=" chunks", disable=None, delay=2, leave=False))
     return cache
 
 
@@ -277,16 +277,14 @@ def text_of(tokenizer, tokens, mask_id):
 
 
 class Printer:
-    """Prints the prompt and then the generated text of the first row to stdout, block by block if it is `live`, and the
-    other rows at the end."""
+    """Prints the text of the first row to stdout, block by block if it is `live`, and that of the others at the end.
+    prompt: the text that each begins with."""
 
     def __init__(self, tokenizer, prompt, live):
-        """prompt: its text."""
-        self.tokenizer, self.live = tokenizer, live
-        self.prompt = self.unprinted = prompt
+        self.tokenizer, self.prompt, self.live = tokenizer, prompt, live
         # A character may end in a later block than it begins in: its bytes are kept until then.
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self.kept = collections.defaultdict(bytes)      # what each row prints at the end
+        self.kept = collections.defaultdict(bytes, {0: prompt.encode()})       # what each row has yet to print
 
     def block(self, row, tokens):
         """Call it when a block of a row is finished. tokens: the list of those that it adds after the prompt."""
@@ -294,13 +292,12 @@ class Printer:
         if row == 0 and self.live:
             self.print_first()
 
-    def print_first(self, end="", final=False):
-        print(self.unprinted + self.utf8.decode(self.kept.pop(0, b""), final), end=end, flush=True)
-        self.unprinted = ""
+    def print_first(self, final=False):
+        print(self.utf8.decode(self.kept.pop(0, b""), final), end="\n" if final else "", flush=True)
 
     def end(self):
         """Call it at the end or after an interrupt. Ends the first row and prints what the others have."""
-        self.print_first(end="\n", final=True)
+        self.print_first(final=True)
         for row, text in self.kept.items():
             print(f"\n--- sample {row + 1} ---\n{self.prompt}{text.decode(errors='replace')}")
 

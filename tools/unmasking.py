@@ -20,7 +20,7 @@ from sample import generate, open_engine
 
 # ----------------------------------------------------------------------------------------------
 # Settings
-checkpoint = "auto"                     # a file, a folder (out_dir) or hf://owner/name; auto: out or the one that ships
+checkpoint = "auto"                     # file, folder (out_dir) or hf://owner/name; auto: out, else the one that ships
 prompt = ""                             # a text to continue
 length = 0                              # new tokens; 0: the rest of the block and one more, or of the window
 decoder = "random"                      # see sample.py

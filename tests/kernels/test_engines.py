@@ -85,7 +85,7 @@ def test_the_model_that_was_prepared_stays_valid(name):
 
 def test_an_engine_that_cannot_run_and_what_a_prepared_model_cannot_do_is_refused_in_a_sentence():
     model = make_model("mamba_h")
-    for engine, message in (("graphs", "and engine=graphs a GPU"), ("sideways", "must be one of")):
+    for engine, message in (("graphs", "engine=graphs a GPU"), ("sideways", "must be one of")):
         with pytest.raises(UserError, match=message):
             open_engine(engine, model)
     (x0, xt, t), model = make_batch(model), inference_model(model, torch.float32)

@@ -52,7 +52,7 @@ COMMANDS = [
     ("sample.py --top_p=0", "top_p must be above 0, but is 0.0"),
     ("sample.py --temperature=-1", "temperature must be at least 0"),
     ("sample.py --engine=graphs --save_cache=a.cache", "a GPU"),
-    pytest.param("sample.py --engine=fused", "engine=fused needs the folder fast/", marks=without_fast),
+    pytest.param("sample.py --engine=fused", "engine=fused needs fast/", marks=without_fast),
     ("sample.py --prompt_file=a.txt", "leave one out"),
     ("sample.py --prompt= --prompt_file=nope", "nope"),
     ("sample.py --prompt= --prompt_file=latin", "latin is not UTF-8 (byte 3"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import decoders
+import ops
 import sample
 from checkpoint import config_from_file, find_checkpoint, fingerprint, load_prompt, save_checkpoint, save_prompt
 from configurator import UserError
@@ -33,7 +34,7 @@ def laptop(tmp_path_factory):
     ("mamba_h", [7, 16], 262_128, [], 2, "make 262152 tokens in whole blocks"),     # the first row needs a block more
     ("mamba_h", [4], 0, [], 1, "must be at least 1, but are 0 and 1"), ("mamba_h", [], 8, [], 1, "are 8 and 0"),
     ("mamba_h", [4], 8, [], 2, "has 2 seeds; give it 1"),
-    ("mamba_h", [17], 6, [1, 2], 1, "length and suffix are 8 tokens, .* which has room for 7"),
+    ("mamba_h", [17], 6, [1, 2], 1, "a gap must fit one block: length and suffix are 8 tokens, .* has room for 7"),
     ("attention", [3, 4], 8, [], 2, "takes prompts of one length at a time")])
 def test_bad_requests_are_refused_before_any_work(monkeypatch, name, lengths, length, suffix, seeds, message):
     monkeypatch.setattr(BlockDiffusionLM, "new_cache", lambda *_: pytest.fail("the work began"))
@@ -110,10 +111,16 @@ def run(monkeypatch, checkpoint, **settings):
     sample.main()
 
 
-def test_a_device_without_fp64_is_refused():
-    on_mps = SimpleNamespace(embed=SimpleNamespace(weight=SimpleNamespace(device=torch.device("mps"))))
-    with pytest.raises(UserError, match="cannot sample, because draws need fp64"):
-        sample.open_engine("auto", on_mps)
+def test_a_device_without_fp64_is_refused_and_the_plain_engine_runs_a_mixer_that_fast_does_not_know(monkeypatch):
+    def model_on(device):
+        weight = SimpleNamespace(device=torch.device(device))
+        return SimpleNamespace(embed=SimpleNamespace(weight=weight), layers=[SimpleNamespace(mixer="another")])
+    monkeypatch.setitem(ops.FAST, "cached_attention", None)
+    monkeypatch.setattr(sample, "cast_for_inference", lambda model, dtype: model)
+    assert sample.open_engine("auto", model_on("cuda"))[1] is sample.SimpleEngine
+    for engine, device, message in (("auto", "mps", "draws need fp64"), ("fused", "cuda", "needs fast/ and a mixer")):
+        with pytest.raises(UserError, match=message):
+            sample.open_engine(engine, model_on(device))
 
 
 @pytest.fixture
