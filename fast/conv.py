@@ -1,7 +1,8 @@
 """
 Triton kernels of the short causal convolution and its SiLU, with a carried state of w - 1 columns.
 
-  causal_conv        replaces ops.causal_conv; its backward is one kernel
+  causal_conv_forward, conv_backward_into    the convolution and its backward, one kernel each, for fast/mixer.py
+  causal_conv        replaces ops.causal_conv without gradients
   causal_conv_both   replaces plain.causal_conv_both: two directions at once, for generation
 
 The convolution is bound by memory, so it is not fused with the scan, which is bound by registers and products.
@@ -9,14 +10,15 @@ The convolution is bound by memory, so it is not fused with the scan, which is b
 Without a GPU, Triton's interpreter tests them:    python -m pytest tests/kernels/test_kernels.py -k conv
 Time them on one, in whole models:                 python bench.py train --only=mamba_h_350m
 """
-from typing import Optional, Tuple
+from typing import Optional
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fast.triton_tools import differentiable, like, operator, rowwise, sigmoid, strides
+import ops
+from fast.triton_tools import like, operator, rowwise, sigmoid, strides
 
 # For each channel, out_i = silu(a_i) with a_i = bias + sum_j weight_j u_{i-w+1+j}; `initial` holds
 # the w - 1 columns before u_0. Memory bounds the kernels, so a program reads each value once: it
@@ -188,25 +190,15 @@ def conv_backward_into(du, dout, u, weight, bias, initial):
     return dweight.copy_(dparams[:W].T), dbias.copy_(dparams[W]), dinitial
 
 
-@operator(lambda dout, *inputs: like(*inputs))
-def causal_conv_backward(dout: Tensor, u: Tensor, weight: Tensor, bias: Tensor,
-                         initial: Optional[Tensor]) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    du = u.new_empty(u.shape)
-    return du, *conv_backward_into(du, dout, u, weight, bias, initial)
-
-
-differentiable(causal_conv_forward, causal_conv_backward)
-
-
-def causal_conv(u, weight, bias, initial=None):
-    """As ops.causal_conv, and initial may be None for zeros. u (r, s, c), weight (c, w), bias (c), initial
-    (r, w - 1, c) -> (r, s, c) in the dtype of u. Sums are fp32. Differentiable in all four arguments."""
-    initial = None if initial is None else rowwise(initial.to(u.dtype))
-    return causal_conv_forward(rowwise(u), weight.contiguous(), bias.contiguous(), initial)
+def causal_conv(u, weight, bias, initial):
+    """As ops.causal_conv. The plain function runs if gradients are enabled: training has fast/mixer.py."""
+    if torch.is_grad_enabled():
+        return ops.causal_conv.plain(u, weight, bias, initial)
+    return causal_conv_both(u, weight, bias, initial)
 
 
 def causal_conv_both(u, weight, bias, initial):
     """As plain.causal_conv_both: direction 0 runs forward from initial (r, w - 1, c), direction 1 runs backward from
-    zeros. u (r, s, 2, c), weight (2, c, w), bias (2, c) -> (r, s, 2, c). No gradients."""
-    return causal_conv_forward(rowwise(u), weight.contiguous(), bias.contiguous(),
-                               rowwise(initial.to(u.dtype)))
+    zeros. u (r, s, 2, c), weight (2, c, w), bias (2, c) -> (r, s, 2, c). Or direction 0 alone, without the axis of 2.
+    Sums are fp32. No gradients."""
+    return causal_conv_forward(rowwise(u), weight.contiguous(), bias.contiguous(), rowwise(initial.to(u.dtype)))

@@ -7,7 +7,7 @@ into one tensor. This backward recomputes the convolution and the norm, both che
 its place in one buffer. That needs less memory and fewer passes over it.
 
 Without a GPU, Triton's interpreter tests it:    python -m pytest tests/kernels/test_kernels.py -k mixer
-Time whole models of it on one:                  python bench.py train --only=mamba_h_350m
+Time it on one:                                  python -m tools.compare_ops --only=mixer
 """
 from typing import Optional, Tuple
 

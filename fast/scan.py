@@ -9,7 +9,7 @@ Triton kernels of the state-space scan (eq. mamba-scan-background) over long seq
 fast/mixer.py uses the same kernels inside a whole Mamba mixer, fast/scan_block.py some of them for one block.
 
 Without a GPU, Triton's interpreter tests them:    python -m pytest tests/kernels/test_kernels.py -k scan
-Time them on one:                                  python -m tools.compare_ops --only=scan
+Time them on one, in a mixer:                      python -m tools.compare_ops --only=mixer
 """
 from typing import Optional, Tuple
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 import fast.plain as plain
 import ops
-from fast.triton_tools import LOG2E, add_pairs, dot, like, operator, rowwise, statewise, strides
+from fast.triton_tools import LOG2E, add_pairs, dot, operator, rowwise, statewise, strides
 
 PASS = 1024  # pass_kernel: elements of a state per program, of the e = p n elements that a state has
 
@@ -351,8 +351,8 @@ def before_kernel(steps, B, C, dy, S, G, reads, tail, kvs, dC, l, h,
 def decays_kernel(sums, tail, steps, A, ddt, dA, dD, dbias, l, h, sdr, sdl, sdh,
                   q: tl.constexpr, H: tl.constexpr):
     """
-    ddt of one chunk, and the chunk's parts of dA and dD (r chunks, h). With `dbias` its part of that too; ddt is then
-    the gradient of the argument of softplus.
+    ddt of one chunk, the gradient of the argument of softplus, and the chunk's parts of dA, dD and dbias, each
+    (r chunks, h).
 
     dlog_i, the gradient of dt_i A, is the sum over k >= i of rows_k - cols_k, plus `ends`; rows is sums[1] + sums[4],
     cols sums[0] + sums[2]. Of V, rows have the pairs (k, j) with k >= i and cols those with j >= i. Pairs in both
@@ -380,10 +380,10 @@ def decays_kernel(sums, tail, steps, A, ddt, dA, dD, dbias, l, h, sdr, sdl, sdh,
     skip = tl.load(sums + 3 * size + at, mask=mask, other=0.0)
     tl.store(dD + chunk * h + head, tl.sum(skip, 1), mask=head < h)
     grad = direct + dlog * a_head[:, None]
-    if dbias is not None:  # the derivative of softplus is 1 - e^-dt; for small dt by its series, as 1 - 1 would cancel
-        series = dtq * (1 - dtq * (1 / 2 - dtq * (1 / 6 - dtq / 24)))
-        grad = tl.where(mask, grad * tl.where(dtq < 0.03, series, 1 - tl.exp2(-dtq * LOG2E)), 0.0)
-        tl.store(dbias + chunk * h + head, tl.sum(grad, 1), mask=head < h)
+    # The derivative of softplus is 1 - e^-dt; for small dt by its series, as 1 - 1 would cancel.
+    series = dtq * (1 - dtq * (1 / 2 - dtq * (1 / 6 - dtq / 24)))
+    grad = tl.where(mask, grad * tl.where(dtq < 0.03, series, 1 - tl.exp2(-dtq * LOG2E)), 0.0)
+    tl.store(dbias + chunk * h + head, tl.sum(grad, 1), mask=head < h)
     out = ddt + row * sdr + first * sdl + step[None, :] * sdl + head[:, None] * sdh
     tl.store(out, grad.to(ddt.dtype.element_ty), mask=mask)
 
@@ -446,9 +446,9 @@ def rows_forward(x, steps, B, C, D, s0):
 def rows_backward(dx, ddt, dB, dC, ds0, dy, x, steps, B, C, D, s0, dfinal=None):
     """Writes into dx, ddt, dB and dC, and into ds0 unless that is None. Of dx, dB and dC the last axis must be
     contiguous; ddt may have any strides. dfinal, the gradient of the last states, has a form of s0, see `state_view`.
-    -> dA, dD and, if steps has a bias, its gradient"""
+    steps has a bias. -> dA, dD, dbias"""
     (r, l, h, p), n, q = x.shape, B.shape[-1], settings("after", x, x.shape[1])["q"]
-    dy, chunks = rowwise(dy), triton.cdiv(l, q)
+    chunks = triton.cdiv(l, q)
     S = x.new_empty(r, chunks, h, n, p)  # the state before each chunk, in the dtype of x
     G = torch.empty_like(S)  # the gradient of the state after each chunk
     walk(x, steps, B, s0, S, q=q)
@@ -463,9 +463,8 @@ def rows_backward(dx, ddt, dB, dC, ds0, dy, x, steps, B, C, D, s0, dfinal=None):
         steps.of(q), B, C, dy, S, G, sums[4], tail, kvs, dC, l, h, *strides(B, 2), *strides(C, 2),
         *strides(dy, 3), *strides(dC, 2), n=n, p=p, **settings("before", x, l))
     decays_kernel[r * chunks,](
-        sums, tail, steps.of(q), steps.A, ddt, dA, dD, None if steps.bias is None else dbias, l, h,
-        *ddt.stride(), q=q, H=triton.next_power_of_2(h))
-    return tuple(u.sum(0) for u in ((dA, dD) if steps.bias is None else (dA, dD, dbias)))
+        sums, tail, steps.of(q), steps.A, ddt, dA, dD, dbias, l, h, *ddt.stride(), q=q, H=triton.next_power_of_2(h))
+    return dA.sum(0), dD.sum(0), dbias.sum(0)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -544,7 +543,7 @@ def scan_forward(x, steps, B, C, D, s0, row, want_states):
 def scan_backward(dx, ddt, dB, dC, dy, dstates, x, steps, B, C, D, s0, states, row):
     """The backward of `scan_forward`. Writes into dx, ddt, dB and dC, whose positions must be evenly spaced. dy and
     dstates are the gradients of its two results; dstates may be None. -> the gradient of s0 (None if there are no
-    states and no s0), dA, dD, and that of dt_bias if steps has one"""
+    states and no s0), dA, dD, and that of the bias of steps"""
     if not states.numel():
         ds0 = None if s0 is None else s0.new_empty(s0.shape)
         return ds0, *rows_backward(dx, ddt, dB, dC, ds0, dy, x, steps, B, C, D, s0)
@@ -570,35 +569,11 @@ def ssd_scan_forward(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: 
     return scan_forward(x, StepSizes(*in_rows(row, dt), A), B, C, D, s0, row, want_states)
 
 
-@operator(lambda dy, dstates, states, *inputs: like(*inputs[:7]))
-def ssd_scan_backward(
-        dy: Tensor, dstates: Tensor, states: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor,
-        C: Tensor, D: Tensor, s0: Optional[Tensor], row: int) -> Tuple[
-            Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dx, ddt, dB, dC = like(x, dt, B, C)
-    steps = StepSizes(*in_rows(row, dt), A)
-    ds0, dA, dD = scan_backward(
-        dx, ddt, dB, dC, rowwise(dy), dstates, x, steps, B, C, D, s0, states, row)
-    return dx, ddt, dA, dB, dC, dD, x.new_empty(0) if s0 is None else ds0.clone()
-
-
-def save(ctx, inputs, output):
-    *tensors, ctx.row, _ = inputs
-    ctx.save_for_backward(output[1], *tensors)
-
-
-def backward(ctx, dy, dstates):
-    grads = ssd_scan_backward(dy, dstates, *ctx.saved_tensors, ctx.row)
-    return *(None if u is None else g for u, g in zip(ctx.saved_tensors[1:], grads)), None, None
-
-
-torch.library.register_autograd(ssd_scan_forward, backward, setup_context=save)
-
-
 def ssd_scan(x, dt, A, B, C, D, initial_state=None, states_every=None, chunk_len=128, want_states=True):
     """As ops.ssd_scan. The kernels choose their own chunks and ignore chunk_len. With want_states=False the returned
-    states may be None. The plain function runs for head and state sizes that the kernels do not support."""
-    if not fits(x.shape[-1], B.shape[-1]):
+    states may be None. The plain function runs if gradients are enabled (training has fast/mixer.py), and for head and
+    state sizes that the kernels do not support."""
+    if torch.is_grad_enabled() or not fits(x.shape[-1], B.shape[-1]):
         return ops.ssd_scan.plain(x, dt, A, B, C, D, initial_state, states_every, chunk_len, want_states)
     s, row = x.shape[1], scan_row(x.shape[1], states_every)
     start = None if initial_state is None else statewise(initial_state.float())

@@ -57,20 +57,6 @@ def operator(fake):
     return register
 
 
-def differentiable(op, backward_op):
-    """Registers backward_op as the backward of op: backward_op(gradient of the first output, *tensors) returns the
-    gradients of all tensors. The arguments of op are tensors or None, and at most one bool, which comes last."""
-    def save(ctx, inputs, output):
-        ctx.flags = (None,) * isinstance(inputs[-1], bool)
-        ctx.save_for_backward(*inputs[:len(inputs) - len(ctx.flags)])
-
-    def backward(ctx, dout, *_):
-        tensors = ctx.saved_tensors
-        grads = backward_op(dout, *tensors)
-        return *(None if u is None else g for u, g in zip(tensors, grads)), *ctx.flags
-    torch.library.register_autograd(op, backward, setup_context=save)
-
-
 def like(*tensors):
     """An uninitialised tensor for each gradient; for None an empty tensor, as operators cannot return None."""
     return tuple(tensors[0].new_empty(0) if u is None else u.new_empty(u.shape) for u in tensors)

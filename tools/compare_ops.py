@@ -4,12 +4,13 @@ Compares each heavy operation with the libraries that a user would otherwise pic
 or of its bytes at that of a copy, whichever is longer. The settings are those of bench.py; `only` names operations.
 
     python -m tools.compare_ops                         all operations
-    python -m tools.compare_ops --only=scan,adamw       some of them
+    python -m tools.compare_ops --only=mixer,adamw      some of them
 
 Each generator below makes the tensors of one operation and yields its comparisons, which `op_row` times. On a CPU the
 tensors are small.
 """
 import copy
+import dataclasses
 import functools
 import json
 import math
@@ -23,7 +24,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import bench
 import ops
 from configurator import check, configure, script, write_file
-from model import BlockDiffusionLM
+from model import BlockDiffusionLM, cast_for_inference
 from checkpoint import config_from_file
 from parallel import Parallel, ShardedAdamW, hardware, pick_dtype, select_kernels
 
@@ -42,31 +43,32 @@ def tensors(x):
     return [v for v in (x if isinstance(x, (tuple, list)) else [x]) if torch.is_tensor(v)]
 
 
-def with_backward(f, inputs):
-    """A function that runs f and computes the gradients of all its tensor inputs."""
+def with_backward(f, inputs, weights=()):
+    """A function that runs f and computes the gradients of all its tensor inputs and of these weights."""
     inputs = [x.detach().clone().requires_grad_() if torch.is_tensor(x) else x for x in inputs]
     d_outputs = []
     def step():
         outputs = tensors(f(*inputs))
         if not d_outputs:
             d_outputs.extend(torch.randn_like(o) for o in outputs)
-        torch.autograd.grad(outputs, tensors(inputs), d_outputs)
+        torch.autograd.grad(outputs, [*tensors(inputs), *weights], d_outputs)
     return step
 
 
-def both_passes(name, ours, others, flops):
+def both_passes(name, ours, others, flops, weights=()):
     """
     Comparisons of the forward pass, and of forward and backward. ours: (function, inputs). others: {name: (function, or
-    a text that says why it is missing, inputs)}. The bytes counted: forward reads inputs and writes outputs; backward
-    reads inputs and the gradients of outputs, and writes the gradients of inputs. Backward counts twice the FLOPs of
-    forward; recomputation is not counted.
+    a text that says why it is missing, inputs)}. weights: further inputs, which the functions know. The bytes counted:
+    forward reads inputs and writes outputs; backward reads inputs and the gradients of outputs, and writes the
+    gradients of inputs. Backward counts twice the FLOPs of forward; recomputation is not counted.
     """
     def forward(f, inputs):
         return torch.no_grad()(lambda: f(*inputs))
-    read, written = (sum(v.nbytes for v in tensors(x)) for x in (ours[1], forward(*ours)()))
+    read, written = (sum(v.nbytes for v in tensors(x)) for x in ([*ours[1], *weights], forward(*ours)()))
     for what, wrap, work in (
             ("forward", forward, (flops, read + written)),
-            ("forward + backward", with_backward, (3 * flops, 3 * read + 2 * written))):
+            ("forward + backward", functools.partial(with_backward, weights=weights),
+             (3 * flops, 3 * read + 2 * written))):
         rivals = {k: f if isinstance(f, str) else wrap(f, inputs) for k, (f, inputs) in others.items()}
         yield compared(f"{name}, {what}", wrap(*ours), rivals, *work)
 
@@ -83,29 +85,38 @@ def optional(load):
 # The operations. factory: device and dtype of the tensors. big: full size, on a GPU; else small tensors for a test.
 # compiled: apply torch.compile to plain functions that gain from it.
 
-def scan_rows(factory, big, compiled):
-    """The two scans of training: a clean stream, which returns the state of every block, and noisy blocks, each a row
-    that starts from its state. mamba-ssm returns only the last state, so it does less work on the clean stream."""
+def mixer_rows(factory, big, compiled):
+    """A Mamba mixer in training: on a clean stream, which returns the states before every block, and on noisy blocks,
+    each a row that starts from its states. mamba-ssm: its scan in the plain mixer, with the convolution of
+    causal-conv1d if that is installed."""
+    b, s, l = (8, 8192, 256) if big else (1, 256, 64)
+    config = dataclasses.replace(config_from_file("mamba_h_350m" if big else "laptop"), n_layer=2, vocab_size=64)
+    model = cast_for_inference(BlockDiffusionLM(config), factory["dtype"]).to(factory["device"])
+    mixer = model.layers[1].mixer.fwd
+    torch._dynamo.config.recompile_limit = 64           # two forms, two passes, three implementations
+    run = torch.compile(mixer, dynamic=False) if compiled else mixer
+    def with_kernels(select):
+        def call(*inputs):
+            with ops.plain():
+                select()
+                return run(*inputs)
+        return call
     def load():
-        from fast.mamba_ssm import library              # imports the package also without its CUDA extension
-        *_, chunk_scan = library()
-        return lambda x, dt, A, B, C, D, state, *_: chunk_scan(
-            x, dt, A, B[:, :, None], C[:, :, None], 256, D=D, initial_states=state)
-    b, s, h, p, n, l = (8, 8192, 26, 64, 128, 256) if big else (1, 256, 2, 16, 16, 64)
-    scan = torch.compile(ops.ssd_scan, dynamic=False) if compiled else ops.ssd_scan
-    def plain(*inputs):
-        with ops.plain():
-            return scan(*inputs)
+        from fast import mamba_ssm
+        mamba_ssm.library()                             # imports the package also without its CUDA extension
+        return with_kernels(mamba_ssm.select)
+    (c, w), h, n, di = mixer.conv_weight.shape, mixer.heads, mixer.d_state, mixer.d_inner
     for form, rows, m in (("clean stream", b, s - l), ("noisy rows", b * s // l, l)):
-        x, B, C = (torch.randn(rows, m, *w, **factory) for w in ((h, p), (n,), (n,)))
-        dt = 0.1 * torch.rand(rows, m, h, device=factory["device"]) + 0.001
-        A, D = -1 - 15 * torch.rand(h, device=factory["device"]), torch.ones(h, device=factory["device"])
-        state = None if m > l else torch.randn(rows, h, p, n, device=factory["device"])
-        inputs = (x, dt, A, B, C, D, state, l if m > l else None, 128, m > l)
-        flops = rows * m * (2 * 64 * n + 2 * 64 * h * p + 4 * n * h * p)       # chunks of 64
-        yield from both_passes(f"scan, {form}", (scan, inputs), {
+        inputs = torch.randn(rows, m, config.d_model, **factory), None, None, l
+        if m == l:
+            ssm = torch.randn(rows, h, di // h, n, device=factory["device"])
+            inputs = inputs[0], torch.randn(rows, w - 1, c, **factory), ssm, None, False
+        products = mixer.in_proj.weight.numel() + mixer.out_proj.weight.numel()
+        flops = 2 * rows * m * (products + 64 * n + 64 * di + 2 * n * di)      # chunks of 64
+        yield from both_passes(f"mixer, {form}", (run, inputs), {
             "mamba-ssm": (optional(load), inputs),
-            "torch.compile of plain" if big else "plain torch": (plain, inputs)}, flops)
+            "torch.compile of plain" if big else "plain torch": (with_kernels(lambda: None), inputs)},
+            flops, [*mixer.parameters()])
 
 
 def sdpa(big, **options):
@@ -212,7 +223,7 @@ def adamw_rows(factory, big, compiled):
     yield compared("AdamW step", our_step, others, 0, nbytes, graph=False)
 
 
-COMPARISONS = dict(scan=scan_rows, attention=attention_rows, cross_entropy=cross_entropy_rows,
+COMPARISONS = dict(mixer=mixer_rows, attention=attention_rows, cross_entropy=cross_entropy_rows,
                    block_attention=block_attention_rows, adamw=adamw_rows)
 
 

@@ -97,7 +97,7 @@ def test_plot_draws_a_figure_and_the_newest_row_wins(tmp_path):
     ("bench.py", "train --out=x.pt", "out must be a .json file"),
     ("bench.py", "sample --lengths=0", "whole numbers from 1 to 262144, not 0"),
     ("bench.py", "sample --batch=many", "whole numbers from 1 to 262144, not 'many'"),
-    ("tools/compare_ops.py", "--only=adamw,nope", "only must be one of scan, "),
+    ("tools/compare_ops.py", "--only=adamw,nope", "only must be one of mixer, "),
     ("tools/throughput.py", "", "name what to draw"),
     ("tools/throughput.py", "assets/ops.json", "the files hold no generation"),
     ("tools/profile_step.py", "--config=laptop", "did you mean configs?")])
