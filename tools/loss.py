@@ -26,18 +26,13 @@ def read_log(path):
 
 
 def draw(folder):
-    """Draws training and validation loss (nats per token) from folder/log.jsonl to folder/loss.png. Says so, or what
-    is missing."""
+    """Draws training and validation loss (nats per token) from folder/log.jsonl to folder/loss.png."""
     rows = read_log(os.path.join(folder, "log.jsonl"))
     train = [(row["step"], row["loss"]) for row in rows if row.get("loss")]    # a loss that was not finite is None
     val = [(row["step"], row["val_loss"]) for row in rows if row.get("val_loss")]
-    path = os.path.join(folder, "loss.png")
-    try:
-        with picture(path, title=folder, xlabel="step", ylabel="NELBO, nats per token") as ax:
-            ax.plot(*zip(*train), color="0.6", lw=1, label="training, mean since the last point")
-            ax.plot(*zip(*val), color="tab:blue", marker="o", ms=4, label="validation")
-    except ImportError:
-        print("no loss.png, which needs matplotlib: pip install matplotlib")
+    with picture(f"{folder}/loss.png", title=folder, xlabel="step", ylabel="NELBO, nats per token") as ax:
+        ax.plot(*zip(*train), color="0.6", lw=1, label="training, mean since the last point")
+        ax.plot(*zip(*val), color="tab:blue", marker="o", ms=4, label="validation")
 
 
 if __name__ == "__main__":
