@@ -1,6 +1,7 @@
 """What the tests share: small models, a small corpus, a small training run, and scripts that run in this process."""
 import contextlib
 import importlib.util
+import io
 import json
 import multiprocessing
 import os
@@ -191,23 +192,10 @@ def read_log(out_dir):
     return [json.loads(line) for line in Path(out_dir, "log.jsonl").read_text().splitlines()]
 
 
-class Stream:
-    """A stdout or stderr as in a notebook: it can write and flush, and has neither a reconfigure nor a fileno."""
-
-    def __init__(self):
-        self.text = ""
-
-    def write(self, text):
-        self.text += text
-
-    def flush(self):
-        pass
-
-
 def script(name, *argv):
     """`python name argv` in this process and with new globals, like `%run` in a notebook. Returns (exit status, what
     it printed to stdout, to stderr)."""
-    out, err, status = Stream(), Stream(), 0
+    out, err, status = io.StringIO(), io.StringIO(), 0
     before = sys.argv, list(sys.path)
     sys.argv = [name, *map(str, argv)]
     try:
@@ -218,7 +206,7 @@ def script(name, *argv):
         err.write(stop.code if isinstance(stop.code, str) else "")
     finally:
         sys.argv, sys.path[:] = before
-    return status, out.text, err.text
+    return status, out.getvalue(), err.getvalue()
 
 
 def eval_record(*argv):
