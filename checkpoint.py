@@ -64,8 +64,8 @@ def load_checkpoint(path, *needed):
     if record["format"] != "nanobdlm-1":
         raise UserError(f"{path} has the format {record['format']}, which this revision does not read")
     if unknown := record["config"].keys() - ModelConfig.__dataclass_fields__.keys():
-        raise UserError(f"{path} has the setting {min(unknown)}, which this revision does not know; use the revision or "
-                        f"the fork that made it")
+        raise UserError(f"{path} has the setting {min(unknown)}, which this revision does not know; use the revision "
+                        f"or the fork that made it")
     if not all(x.isfinite().all() for x in record["model"].values()):
         raise UserError(f"{path} holds weights that are not finite; use an earlier checkpoint")
     return record
@@ -76,8 +76,8 @@ def load_model(path, device="cpu", needed=()):
     load_checkpoint."""
     record = load_checkpoint(path, *needed)
     shapes, config = {k: x.shape for k, x in record["model"].items()}, ModelConfig(**record["config"])
-    # A foreign file may ask for a billion layers, or very wide ones: no memory is taken before shapes are compared, and
-    # no weights are drawn.
+    # A foreign file may ask for a billion layers, or for very wide ones. So no memory is taken, and no weights are
+    # drawn, before shapes are compared.
     with torch.device("meta"), patch.object(BlockDiffusionLM, "init_weights"), patch.object(torch.Tensor, "normal_"):
         model = BlockDiffusionLM(dataclasses.replace(config, n_layer=min(config.n_layer, len(shapes))))
     if {k: x.shape for k, x in model.state_dict().items()} != shapes:
@@ -97,10 +97,10 @@ def find_checkpoint(path):
       auto                out, if it holds one of these, else assets/novelist, the model that ships
     """
     if path.startswith("hf://"):
-        import huggingface_hub as hub
+        from huggingface_hub import snapshot_download
         name, _, revision = path.removeprefix("hf://").partition("@")
         try:
-            path = hub.snapshot_download(name, revision=revision or None, allow_patterns=[WEIGHTS, CONFIG, CARD])
+            path = snapshot_download(name, revision=revision or None, allow_patterns=[WEIGHTS, CONFIG, CARD])
         except Exception as error:                      # hub, network and disk raise many types of errors
             raise UserError(f"{path} cannot be downloaded ({type(error).__name__}): check the name, which is "
                             f"hf://owner/name, and the network; a private model needs hf auth login") from error

@@ -52,9 +52,7 @@ SAMPLE = {kind: dict(zip(LADDER, speeds)) for kind, speeds in zip(MODELS, [
 
 def kind_of(hybrid, full_sequence):
     """The key of MODELS."""
-    if full_sequence:
-        return "diffumamba_h" if hybrid else "attention"
-    return "mamba_h" if hybrid else "bdlm_attention"
+    return (("bdlm_attention", "mamba_h"), ("attention", "diffumamba_h"))[full_sequence][hybrid]
 
 
 def transfer_lr(small_lr, width, depth, batch, tokens):

@@ -107,8 +107,8 @@ def open_engine(wanted, model, dtype=torch.float32):
       simple   `SimpleEngine` above, plain PyTorch. Casts the weights of `model` in place; the other engines copy them.
       fused    fast/, with prepared weights
       graphs   the same, each step a CUDA graph
-      auto     graphs if select_kernels selected the kernels of fast/ and these know the model's mixers (fused if no graph
-               can be recorded), else simple
+      auto     graphs (fused if no graph can be recorded) if select_kernels selected the kernels of fast/ and these know
+               the model's mixers, else simple
 
     All engines use the same random numbers. Their tokens differ only where rounding of the logits changes a draw or a
     choice by certainty. Raises UserError for an engine that cannot run.
@@ -268,12 +268,12 @@ def read_text(prompt, prompt_file):
         raise UserError(f"{prompt_file} is not UTF-8 (byte {error.start}); convert it with iconv") from None
 
 
-def text_of(tokenizer, tokens, mask_id):
-    """The text of a block, a list of tokens and masks. Known neighbours are decoded together, because a character may
-    take several tokens; where some are missing, it looks like a mask."""
+def line_of(tokenizer, tokens, mask_id):
+    """A block, a list of tokens and masks, as a line of text. Known neighbours are decoded together, because a
+    character may take several tokens; where some are missing, it looks like a mask."""
     parts = [(is_mask, list(part)) for is_mask, part in itertools.groupby(tokens, lambda token: token == mask_id)]
     text = "".join(MASK * len(part) if is_mask else tokenizer.decode(part) for is_mask, part in parts)
-    return text.replace("\ufffd", MASK)
+    return text.replace("\ufffd", MASK).replace("\n", "\u23ce").replace("\t", " ")
 
 
 class Printer:
@@ -336,8 +336,7 @@ def main():
         print(f"all samples are equal: with temperature=0, decoder={decoder} draws nothing", file=sys.stderr)
 
     def show(xt):
-        line = text_of(tokenizer, xt[0].tolist(), c.mask_id).replace("\n", "\u23ce").replace("\t", " ")
-        print(line, file=sys.stderr, flush=True)
+        print(line_of(tokenizer, xt[0].tolist(), c.mask_id), file=sys.stderr, flush=True)
 
     shown = tokenizer.decode(tokens[tokens != tokenizer.eot_token].tolist())
     printer = Printer(tokenizer, shown, live=not watch)

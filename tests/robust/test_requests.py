@@ -141,7 +141,7 @@ def test_all_settings_reach_the_generation_and_watch_prints_a_line_for_each_step
 def test_letters_of_several_bytes_are_shown_when_all_their_bytes_are_known():
     """Masks beside a letter's first byte do not hide its neighbours."""
     tokens = [*"жд".encode(), 257, *"ё".encode(), 257, 257, *"ж".encode()[:1]]
-    assert sample.text_of(get_tokenizer("bytes"), tokens, 257) == "жд░ё░░░"
+    assert sample.line_of(get_tokenizer("bytes"), tokens, 257) == "жд░ё░░░"
 
 
 def test_a_full_sequence_model_takes_16_steps_also_after_a_long_prompt(monkeypatch, tmp_path, capsys):
