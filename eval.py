@@ -126,7 +126,7 @@ def main():
     dev, weight_dtype = parallel.device, pick_dtype(dtype, parallel.device)
     machine = dict(hardware(dev), ranks=parallel.world, dtype=str(weight_dtype), kernels=select_kernels(kernels, dev))
     print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
-    for path in checkpoint:
+    for path in map(str, checkpoint):
         results.append(evaluate(path, parallel, weight_dtype == torch.bfloat16))
         record = json.dumps(dict(settings=settings_of(globals()), hardware=machine, results=results), default=str)
         record = record.replace(": NaN", ": null")      # JSON knows no NaN

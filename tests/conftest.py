@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 # Idle OpenMP threads sleep: spinning, they take the cores from whatever else the machine runs.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -196,16 +197,13 @@ def script(name, *argv):
     """`python name argv` in this process and with new globals, like `%run` in a notebook. Returns (exit status, what
     it printed to stdout, to stderr)."""
     out, err, status = io.StringIO(), io.StringIO(), 0
-    before = sys.argv, list(sys.path)
-    sys.argv = [name, *map(str, argv)]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), signals_put_back():
+    with (mock.patch.object(sys, "argv", [name, *map(str, argv)]), signals_put_back(),
+          contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)):
+        try:
             runpy.run_path(str(ROOT / name), run_name="__main__")
-    except SystemExit as stop:
-        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        err.write(stop.code if isinstance(stop.code, str) else "")
-    finally:
-        sys.argv, sys.path[:] = before
+        except SystemExit as stop:
+            status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+            err.write(stop.code if isinstance(stop.code, str) else "")
     return status, out.getvalue(), err.getvalue()
 
 
