@@ -22,6 +22,7 @@ q, k, v are queries, keys and values. `prefill` adds whole blocks of clean token
     python -m pytest tests/test_model.py              its tests
 """
 import dataclasses
+import functools
 import math
 from collections import namedtuple
 
@@ -111,6 +112,7 @@ class Cache:
                                         # row i only the first lengths[i] keys and values mean anything, and its
                                         # Mamba states are those after exactly that many tokens.
     max_len: int
+    rope: torch.Tensor | None = None    # (2, positions, e / 2): cos and sin of all positions, see `rope_table`
 
     @property
     def nbytes(self):
@@ -122,15 +124,22 @@ class Cache:
         for part in (self.lengths, *(part for state in self.layers for part in state)):
             part.zero_()
 
-    def rows(self, start, stop):
-        """A cache of rows start..stop-1 that shares this one's memory."""
-        layers = [tuple(part[start:stop] for part in state) for state in self.layers]
-        return Cache(layers, self.lengths[start:stop], self.max_len)
+    def __getitem__(self, rows):
+        """A cache of some rows. rows is a slice, and the memory is then shared, or a list of indices."""
+        layers = [tuple(part[rows] for part in state) for state in self.layers]
+        return Cache(layers, self.lengths[rows], self.max_len, self.rope)
+
+    def rope_after(self, count):
+        """Rotary tables (cos, sin), each (b, 1, count, e / 2), of the `count` positions after each row's tokens. There
+        is no check that the table has them, because it would make the host wait for the device."""
+        positions = self.lengths[:, None] + torch.arange(count, device=self.lengths.device)    # (b, count)
+        return self.rope[:, positions][:, :, None].unbind()
 
 
 # ----------------------------------------------------------------------------------------------
 # Small pieces
 
+@functools.lru_cache(maxsize=1)
 def rope_table(length, dim, theta, device, dtype):
     """cos and sin of position * frequency, (2, length, dim / 2). Angles are fp64: positions reach 262,144, where an
     fp32 product would be off by hundredths of a radian."""
@@ -445,7 +454,6 @@ class BlockDiffusionLM(nn.Module):
         self.norm = nn.LayerNorm(d, bias=False)
         self.adaln = nn.Linear(d, 2 * d)
         self.head = nn.Linear(d, config.vocab_size, bias=False)
-        self._rope = None                               # ((device, dtype), cos and sin (2, positions, e / 2))
         self.init_weights(init_std, embed_std)
 
     @torch.no_grad()
@@ -484,23 +492,14 @@ class BlockDiffusionLM(nn.Module):
     # -- pieces shared by training and generation --
 
     def rope(self, length):
-        """Rotary tables (cos, sin) of positions 0..length-1, each (length, e / 2)."""
+        """cos and sin of positions 0..length-1, (2, length, e / 2). Raises UserError beyond the rotary capacity."""
         config, weight = self.config, self.embed.weight
         if length > config.rope_capacity:
             raise UserError(f"{length} tokens are beyond the rotary capacity of {config.rope_capacity}; "
                             f"ask for a shorter length")
-        key = (weight.device, ops.at_least_fp32(weight.dtype))
-        if self._rope is None or self._rope[0] != key or self._rope[1].size(1) < length:
-            table = rope_table(max(length, config.seq_len), config.d_model // config.n_head, config.rope_theta, *key)
-            self._rope = key, table
-        return self._rope[1][:, :length].unbind()
-
-    def rope_after(self, lengths, count):
-        """Rotary tables (cos, sin), each (b, 1, count, e / 2), of the `count` positions after lengths (b,).
-        `new_cache` made the table long enough for max_len and one active block, as far as the rotary capacity allows.
-        There is no check here, because it would make the host wait for the device."""
-        positions = lengths[:, None] + torch.arange(count, device=lengths.device)      # (b, count)
-        return self._rope[1][:, positions][:, :, None].unbind()
+        # At least seq_len positions, so that short requests share one table.
+        return rope_table(max(length, config.seq_len), config.d_model // config.n_head, config.rope_theta,
+                          weight.device, ops.at_least_fp32(weight.dtype))[:, :length]
 
     def condition(self, t):
         """Conditioning of noisy tokens (m, 1, d) from t (m,). Models without timestep conditioning ignore t and embed
@@ -546,7 +545,7 @@ class BlockDiffusionLM(nn.Module):
         noisy = self.embed(xt).view(-1, l, self.config.d_model).to(dtype)      # (b * k, l, d)
         cond_clean = self.condition_clean()                                    # (1, 1, d) or None
         cond_noisy = self.condition(t.reshape(-1))                             # (b * k or 1, 1, d)
-        rope_all, masks = self.rope(s), ops.two_stream_masks(s, l, x0.device)
+        rope_all, masks = self.rope(s).unbind(), ops.two_stream_masks(s, l, x0.device)
         for i, layer in enumerate(self.layers):
             last = i + 1 == len(self.layers)
             clean, noisy = layer.two_stream(clean, noisy, cond_clean, cond_noisy, rope_all, masks, last)
@@ -603,9 +602,6 @@ class BlockDiffusionLM(nn.Module):
         """An empty cache for `batch` rows of at most max_len finished tokens each. An active block of block_len tokens
         (default: the model's) may follow them. Raises UserError if max_len is beyond the rotary capacity."""
         config, weight = self.config, self.embed.weight
-        self.rope(max_len)                              # raises beyond the capacity
-        # `rope_after` reads the positions of the active block, too.
-        self.rope(min(max_len + (block_len or config.block_len), config.rope_capacity))
         kv = (batch, config.n_head, max_len, config.d_model // config.n_head)
         conv = (batch, config.conv_width - 1, config.d_inner + 2 * config.d_state)
         ssm = (batch, config.d_inner // config.mamba_head_dim, config.mamba_head_dim, config.d_state)
@@ -616,7 +612,10 @@ class BlockDiffusionLM(nn.Module):
                 layers.append((weight.new_zeros(kv), weight.new_zeros(kv)))
             else:
                 layers.append((weight.new_zeros(conv), weight.new_zeros(ssm, dtype=ops.at_least_fp32(weight.dtype))))
-        return Cache(layers, torch.zeros(batch, dtype=torch.long, device=weight.device), max_len)
+        # The active block needs positions, too, as far as there are any. `rope` refuses a max_len beyond the capacity.
+        positions = max(max_len, min(max_len + (block_len or config.block_len), config.rope_capacity))
+        lengths = torch.zeros(batch, dtype=torch.long, device=weight.device)
+        return Cache(layers, lengths, max_len, self.rope(positions))
 
     @torch.no_grad()
     def prefill(self, x0, cache, chunk_tokens=4096, progress=iter):
@@ -637,7 +636,7 @@ class BlockDiffusionLM(nn.Module):
         chunk = max(chunk_tokens // (l * len(x0)), 1) * l
         cond = self.condition_clean()
         for x in progress(x0.split(chunk, 1)):
-            h, rope = self.embed(x), self.rope_after(cache.lengths, x.size(1))             # h (b, up to chunk, d)
+            h, rope = self.embed(x), cache.rope_after(x.size(1))               # h (b, up to chunk, d)
             for layer, state in zip(self.layers, cache.layers):
                 h = layer.extend(h, cond, state, cache.lengths, rope, l)
             cache.lengths += x.size(1)                  # after all layers: each has appended behind the old length
@@ -651,7 +650,7 @@ class BlockDiffusionLM(nn.Module):
         """Hidden states (b, l, d) of the active block, see `denoise`."""
         assert xt.size(1) == self.config.block_of(xt.size(1)), "a block of another length"
         h, cond = self.embed(xt), self.condition(t)
-        rope = self.rope_after(cache.lengths, xt.size(1))
+        rope = cache.rope_after(xt.size(1))
         for layer, state in zip(self.layers, cache.layers):
             h = layer.denoise(h, cond, state, cache.lengths, rope)
         return self.final(h, cond)

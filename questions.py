@@ -17,7 +17,6 @@ import torch
 
 from configurator import UserError
 from data import batches
-from model import Cache
 from nelbo import gather, masked_cross_entropy
 from parallel import progress
 
@@ -66,8 +65,7 @@ def masked_hidden(model, texts, begin, l, rows):
     different, owner = np.unique([n for n, _ in rows], return_inverse=True)
     cache = model.new_cache(len(different), begin, l)
     model.prefill(torch.tensor([texts[n][:begin] for n in different], dtype=torch.long, device=device), cache)
-    layers = [tuple(part[owner] for part in state) for state in cache.layers]
-    cache = Cache(layers, cache.lengths[owner], begin)                         # one row for each row
+    cache = cache[owner]                                # one row for each row
 
     # The noise level is the masked fraction, as in sampling. Only timestep conditioning uses it.
     hidden = model.denoise_hidden(xt, cache, (xt == mask_id).float().mean(1))  # (rows, l, d)

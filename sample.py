@@ -249,7 +249,7 @@ def read_rows(model, prefixes, cache, known=None):
     """Fills row i of a cache with prefixes[i] (m,). Rows with the same prefix are read once. known: as for `read`."""
     first = {}                                          # prefix -> the first row with it
     for i, prefix in enumerate(prefixes):
-        row, text = cache.rows(i, i + 1), tuple(prefix.tolist())
+        row, text = cache[i:i + 1], tuple(prefix.tolist())
         if text:
             read(model, prefix, row, first.get(text, known))
             first.setdefault(text, row)

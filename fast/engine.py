@@ -55,7 +55,6 @@ class FastEngine:
         self.block = FastBlock(len(sampler.seeds), block_len, sampler, cache.lengths.device)
         self.pending_block, self.has_pending = self.block.xt.clone(), False
         self.graphs = {}                                # whether the step also commits -> its CUDA graph
-        self.rope = model._rope                         # graphs read this table, so it must live as long as they do
         if record:
             self.capture()
 

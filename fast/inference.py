@@ -206,7 +206,7 @@ class InferenceModel(BlockDiffusionLM):
 
     def __init__(self, model, dtype):
         torch.nn.Module.__init__(self)
-        self.config, self._rope, self.folded = model.config, model._rope, not model.config.time_conditioning
+        self.config, self.folded = model.config, not model.config.time_conditioning
         self.embed, self.time, self.norm, self.adaln, self.head = (
             copy.deepcopy(part) for part in (model.embed, model.time, model.norm, model.adaln, model.head))
         layers, cond = copy.deepcopy(model.layers), model.condition(None) if self.folded else None
@@ -233,7 +233,7 @@ class InferenceModel(BlockDiffusionLM):
         residual, cond = (self.embed(tokens), None, None), self.condition(t)
         for i, (layer, state) in enumerate(zip(self.layers, cache.layers), 1):
             last = i == len(self.layers)
-            residual = layer.step(residual, cond, state, lengths, self._rope[1], at if last else None, commit, last)
+            residual = layer.step(residual, cond, state, lengths, cache.rope, at if last else None, commit, last)
         return self.final(residual, cond)
 
     @torch.no_grad()
