@@ -24,7 +24,7 @@ import math
 import torch
 
 import ops
-from configurator import check
+from configurator import UserError, check
 
 DECODERS = ("random", "strided", "confidence", "threshold", "entropy_bound", "first_hitting")
 IN_ORDER = ("random", "strided", "first_hitting")       # their order of positions is known when a block starts
@@ -105,6 +105,17 @@ class Sampler:
         if self.temperature != 1:
             logits = logits.double() / self.temperature
         return ops.gumbel_argmax(cut(logits, self.top_k, self.top_p), positions, seed, step, begin)
+
+
+def sampler_of(decoder, **settings):
+    """The Sampler of a decoder and its number: random:4 reveals 4 tokens a step, threshold:0.9 has that threshold.
+    settings: the other fields. Raises UserError."""
+    name, _, number = decoder.partition(":")
+    try:
+        how = {name: float(number)} if name in AS_SURE else dict(tokens_per_step=int(number or 1))
+        return Sampler(decoder=name, **how, **settings)
+    except ValueError as error:
+        raise UserError(f"decoder '{decoder}': {error}; write name:number, as in random:4") from None
 
 
 def cut(logits, top_k, top_p):

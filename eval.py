@@ -1,13 +1,15 @@
 """
 Evaluates checkpoints: NELBO perplexity, bits per byte and masked-token accuracy (eq. nelbo-ppl-background), each with
-its standard error. Question sets are in questions.py.
+its standard error; and the price of decoders on real text. Question sets are in questions.py.
 
-    python eval.py                                                      # out/ckpt.pt or, without it, the model that ships
+    python eval.py                                                      # out/ckpt.pt, else the model that ships
     python eval.py --checkpoint out/a,out/b --data data/c4,data/paloma  # one line for each pair; JSON comes last
+    python eval.py --decoders=random:1,random:4,strided:4,threshold:0.9 # bits per byte and passes per block of each
     python eval.py --checkpoint out/a --tasks hellaswag,piqa            # pip install lm_eval==0.4.13
 
 train.py's validation takes fewer sequences and more noise: `--sequences=64 --mc=2` gives its last number.
 """
+import dataclasses
 import functools
 import hashlib
 import json
@@ -21,21 +23,23 @@ import torch
 
 from checkpoint import open_checkpoint
 from configurator import ROOT, check, configure, script, settings_of, write_file
-from data import TokenData, bits_per_byte, prepare_stdlib
+from data import TokenData, batches, bits_per_byte, prepare_stdlib
+from decoders import ActiveBlock, sampler_of
 from model import cast_for_inference
-from nelbo import NATS, gather, nelbo_sums
-from parallel import Parallel, hardware, pick_dtype, select_kernels
+from nelbo import NATS, gather, masked_cross_entropy, nelbo_sums, noise_seeds
+from parallel import Parallel, hardware, pick_dtype, progress, select_kernels
 from questions import evaluate_tasks
 
 # ----------------------------------------------------------------------------------------------
 # Settings
-checkpoint = ["auto"]                   # files, folders (out_dir) or hf://owner/name, with commas between; see sample.py
+checkpoint = ["auto"]                   # files, folders (out_dir) or hf://owner/name, with commas; see sample.py
 # text
-data = []                               # prepared folders (dataset, in nanoGPT); []: that of the training, none for tasks
-sequences = 256                         # how many sequences, spread evenly over the validation split; 0: all
+data = []                               # prepared folders (dataset in nanoGPT); []: that of the training, none for tasks
+sequences = -1                          # how many, spread evenly; 0: all; -1: 256, or for decoders 4,096 tokens
 seq_len = 0                             # tokens of a sequence; 0: as in training, 8192 in the paper
 mc = 1                                  # noise (Monte Carlo) samples per sequence
 stratified = False                      # sample j draws t from the j-th of mc equal parts of its range
+decoders = []                           # the price of these in place of perplexity, such as random:4,threshold:0.9
 # question sets, see questions.py
 tasks = []                              # of lm-evaluation-harness, such as hellaswag,piqa
 include_path = ""                       # a folder with task files of your own
@@ -44,7 +48,7 @@ limit = 0                               # questions per task, the first ones; 0:
 batch_size = 8                          # sequences at a time; questions: batch_size * the model's seq_len tokens
 seed = 1337                             # of all noise
 out = ""                                # also write the JSON to this file
-device = "auto"                         # auto, cpu, cuda or mps
+device = "auto"                         # auto, cpu, cuda or mps (not for decoders)
 dtype = "auto"                          # auto: bfloat16 if the GPU has it, else float32; logits are fp32
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
 # ----------------------------------------------------------------------------------------------
@@ -81,16 +85,82 @@ def nelbo_figures(sums, tokens, n_bytes):
                 bytes=int(n_bytes.sum()))
 
 
+def windows_of(model, tokenizer, folder):
+    """The sequences (n, s) that the settings ask for of a prepared folder, their bytes (n,), and what tells them."""
+    text, s = TokenData(folder, "val", tokenizer.name), seq_len or model.config.seq_len
+    count = sequences if sequences >= 0 else max(2, 4096 // s) if decoders else 256
+    x = text.sequences(s, count)
+    return x, text.sequence_bytes(s, count).numpy(), dict(seq_len=s, sha256=hashlib.sha256(x.numpy()).hexdigest())
+
+
 def evaluate_text(model, tokenizer, folder, parallel, autocast):
     """NELBO, perplexity, bits per byte and masked-token accuracy on the validation split of a prepared folder, a
     dict. Prints the main ones. A collective."""
-    text, s = TokenData(folder, "val", tokenizer.name), seq_len or model.config.seq_len
-    x = text.sequences(s, sequences)                                           # (n, s)
+    x, n_bytes, about = windows_of(model, tokenizer, folder)
     sums = gather(parallel, nelbo_sums(model, x, parallel, autocast, seed, mc, stratified, batch_size))
-    r = nelbo_figures(sums, np.full(len(x), s), text.sequence_bytes(s, sequences).numpy())
+    r = nelbo_figures(sums, np.full(len(x), x.size(1)), n_bytes)
     print(f"{folder}: perplexity {r['ppl']:.2f} +- {r['ppl_se']:.2f}, {r['bpb']:.4f} +- {r['bpb_se']:.4f} bits a byte, "
           f"accuracy {r['acc']:.2f} +- {r['acc_se']:.2f} %, NELBO {r['nelbo']:.4f} +- {r['nelbo_se']:.4f}", flush=True)
-    return dict(r, seq_len=s, sha256=hashlib.sha256(x.numpy()).hexdigest())
+    return r | about
+
+
+# ----------------------------------------------------------------------------------------------
+# The price of a decoder: -log p of real text, where p is the distribution of what it writes at temperature 1
+
+@torch.no_grad()
+def price(model, x0, sampler, bar):
+    """
+    The price of sequences x0 (b, s) in nats and the passes that a block takes: (2, b) fp64. All blocks of a sequence
+    advance together, each after its clean prefix. A step writes the true tokens where the decoder reveals. sampler: of
+    b * k rows, one for each block.
+
+    If positions do not depend on what is drawn, p of the text is exact: the product of p of the tokens of all steps.
+    `random` and `first_hitting` draw the positions, and the price is a bound, the mean over orders. There each masked
+    token may be next, so all m are scored, and n of them count n / m. With one token a step this is the NELBO.
+    """
+    (b, s), (k, l), mask_id = x0.shape, model.config.blocks_of(x0.size(1)), sampler.mask_id
+    truth = x0.reshape(b * k, l)
+    block = ActiveBlock(b * k, l, sampler, x0.device)
+    block.start(torch.full_like(truth, mask_id), torch.arange(0, s, l).repeat(b))
+    nats, passes = torch.zeros(2, b * k, dtype=torch.float64)
+    for _ in block.steps(l):
+        is_masked = block.xt == mask_id                                        # (b * k, l)
+        hidden = model.all_block_hidden(x0, block.xt.view(b, s), block.noise_level().view(b, k)).view(b * k, l, -1)
+        positions = block.positions(model, hidden)                             # (b * k, m)
+        block.write(positions, truth.gather(1, positions))
+
+        revealed = is_masked & (block.xt != mask_id)                           # (b * k, l)
+        scored = is_masked if sampler.decoder in ("random", "first_hitting") else revealed
+        nll, _ = masked_cross_entropy(model, hidden[scored], truth[scored])    # of all scored tokens
+        row, counts = scored.nonzero()[:, 0].cpu(), revealed.sum(1).cpu() / scored.sum(1).cpu().double()
+        nats.index_add_(0, row, nll * counts[row])
+        passes += is_masked.any(1).cpu()                # a block that is finished needs no more
+        bar.update(b)
+    return torch.stack([nats.view(b, k).sum(1), passes.view(b, k).mean(1)])
+
+
+def price_decoders(model, tokenizer, folder, parallel, autocast):
+    """The price of text of a prepared folder for each of the setting `decoders`, a dict. Prints it. A collective."""
+    (x, n_bytes, about), mask_id = windows_of(model, tokenizer, folder), model.config.mask_id
+    k, l = model.config.blocks_of(x.size(1))
+    samplers = [sampler_of(decoder, seeds=[], mask_id=mask_id) for decoder in decoders]
+    found = np.zeros((len(x), 2, len(decoders)))                               # nats, and passes a block
+    mine = range(parallel.rank, len(x), parallel.world)
+    most = sum(math.ceil(l / sampler.tokens_per_step) for sampler in samplers)             # passes
+    with progress(parallel, "decoders", len(mine) * most, "pass") as bar, autocast():
+        for rows in batches(mine, batch_size):
+            x0, seeds = x[list(rows)].to(parallel.device), np.repeat(noise_seeds(seed, rows), k)
+            for i, sampler in enumerate(samplers):
+                found[rows, :, i] = price(model, x0, dataclasses.replace(sampler, seeds=seeds), bar).T
+
+    nats, passes = gather(parallel, found).transpose(1, 2, 0)                  # (decoders, n) each
+    prices = {}
+    for decoder, own, n in zip(decoders, nats, passes.mean(1)):
+        (bpb, bpb_se), (more, more_se) = (ratio(x / math.log(2), n_bytes) for x in (own, own - nats[0]))
+        print(f"{folder}: {decoder} {bpb:.3f} +- {bpb_se:.3f} bits a byte, {n:.1f} passes a block, {more:+.3f} +- "
+              f"{more_se:.3f} against {decoders[0]}", flush=True)
+        prices[decoder] = dict(bpb=bpb, bpb_se=bpb_se, passes=n, more=more, more_se=more_se, nats=own.round(3).tolist())
+    return dict(about, decoders=prices, block_len=l, bytes=n_bytes.tolist())
 
 
 # ----------------------------------------------------------------------------------------------
@@ -109,7 +179,8 @@ def evaluate(path, parallel, use_bf16):
         if parallel.rank == 0:
             prepare_stdlib()
         parallel.barrier()
-    texts = {folder: evaluate_text(model, tokenizer, folder, parallel, autocast) for folder in folders}
+    measure = price_decoders if decoders else evaluate_text
+    texts = {folder: measure(model, tokenizer, folder, parallel, autocast) for folder in folders}
     # Text has run like train.py's validation: fp32 weights under autocast. Questions run like sample.py: weights are
     # cast, and the cache has their dtype.
     cast_for_inference(model, torch.bfloat16 if use_bf16 else torch.float32)
@@ -118,7 +189,7 @@ def evaluate(path, parallel, use_bf16):
 
 
 def main():
-    check(globals(), least=dict(sequences=0, mc=1, batch_size=1, seq_len=0, limit=0, seed=0),
+    check(globals(), least=dict(sequences=-1, mc=1, batch_size=1, seq_len=0, limit=0, seed=0),
           choices=dict(dtype=("auto", "float32", "bfloat16")), endings=dict(out=".json"))
     parallel, results = Parallel(device), []
     if parallel.rank > 0:

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 # Idle OpenMP threads sleep: spinning, they take the cores from whatever else the machine runs.
@@ -28,7 +29,8 @@ if not torch.cuda.is_available():
 from checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from configurator import configure  # noqa: E402
 from data import prepare_stdlib  # noqa: E402
-from decoders import Sampler  # noqa: E402
+from decoders import Sampler, sampler_of  # noqa: E402
+from eval import price  # noqa: E402
 from model import BlockDiffusionLM, ModelConfig  # noqa: E402
 from parallel import ROOT, has_fast  # noqa: E402
 from sample import generate, open_engine  # noqa: E402
@@ -75,6 +77,19 @@ def make_model(name, dtype=torch.float64, seed=0, **changes):
         for p in model.parameters():
             p.add_(0.2 * torch.randn_like(p))
     return model
+
+
+def small_model():
+    """A model whose texts can be enumerated: two tokens, two blocks of 4."""
+    return make_model("mamba_h", torch.float32, seed=16, vocab_size=3, seq_len=8, block_len=4, n_layer=2, n_head=1,
+                      d_model=4, d_state=2, mamba_expand=1, mamba_head_dim=4, conv_width=2)
+
+
+def price_of(model, x0, decoder):
+    """eval.price of texts x0 (b, s): nats and passes a block."""
+    k, _ = model.config.blocks_of(x0.size(1))
+    sampler = sampler_of(decoder, seeds=[0] * (k * len(x0)), mask_id=model.config.mask_id)
+    return price(model, x0, sampler, SimpleNamespace(update=id))
 
 
 def relative_error(got, want):
@@ -148,6 +163,17 @@ def saved(tmp_path):
     save_checkpoint(str(tmp_path / "out" / "ckpt.pt"), model, step=7, tokenizer="bytes",
                     settings=dict(data="data/x", learning_rate=1e-3, out_dir="/home/somebody"))
     return str(tmp_path / "out"), model
+
+
+@pytest.fixture
+def checkpoints(tmp_path, corpus):
+    """Checkpoints of a block model and a full-sequence model of bytes."""
+    paths = []
+    for name in ("mamba_h", "attention"):
+        model = make_model(name, torch.float32, vocab_size=258)
+        paths.append(str(tmp_path / name / "ckpt.pt"))
+        save_checkpoint(paths[-1], model, step=0, tokenizer="bytes", settings=dict(learning_rate=4e-3, data=corpus))
+    return paths
 
 
 # ----------------------------------------------------------------------------------------------

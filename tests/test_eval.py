@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import BLOCK_MODELS, ROOT, all_models, block_models, both_times, eval_record, make_model, start_ranks
-from decoders import Sampler
-from eval import nelbo_figures
+import ops
+from conftest import (BLOCK_MODELS, ROOT, all_models, block_models, both_times, eval_record, make_model, price_of,
+                      small_model, start_ranks)
+from decoders import Sampler, generate_naive
+from eval import nelbo_figures, ratio
+from model import ModelConfig
 from nelbo import NATS, nelbo_sums, noise_generators, sequence_nelbo
 from questions import score_pairs
 from sample import generate
@@ -30,66 +33,44 @@ def license_text():
     return torch.tensor(list((ROOT / "LICENSE").read_bytes()[:1024])).view(2, 512)
 
 
-def mask_weights(m):
-    """All masks of m tokens but the empty one, (2^m - 1, m), and the weight of each: the mean of
-    (1/t) t^|mask| (1 - t)^(m - |mask|) over t ~ U(1e-3, 1). The quadrature is exact for polynomials."""
-    at, w = np.polynomial.legendre.leggauss(16)
-    t = 1e-3 + (1 - 1e-3) * (at[:, None] + 1) / 2
-    masks = np.array(list(itertools.product([False, True], repeat=m)))[1:]
-    n = masks.sum(1)
-    return torch.from_numpy(masks), torch.from_numpy((w[:, None] / 2 * t ** (n - 1) * (1 - t) ** (m - n)).sum(0))
-
-
-@torch.no_grad()
-def exact_bound(model, x, known=0):
-    """The NELBO in nats of x[known:] given x[:known], for x (s,): every mask is enumerated. With blocks of one token
-    this is the chain rule."""
-    c, total = model.config, 0.0
-    l = len(x) if c.full_sequence else c.block_len
-    for start in range(known // l * l, len(x), l):
-        free = torch.arange(max(known, start) - start, min(len(x) - start, l))
-        masks, weight = mask_weights(len(free))
-        target = x[start + free].expand(masks.shape)                           # (masks, m)
-        xt = torch.full((len(masks), l), c.mask_id)
-        xt[:, :len(x) - start] = x[start:start + l]
-        xt[:, free] = target.masked_fill(masks, c.mask_id)
-        cache = model.new_cache(len(masks), start, l)
-        model.prefill(x[:start].expand(len(masks), -1), cache)
-        log_p = model.denoise(xt, cache, (xt == c.mask_id).double().mean(1))[:, free].log_softmax(-1)
-        ce = -log_p.gather(2, target[..., None])[..., 0]
-        total += float((weight * (ce * masks).sum(1)).sum())
-    return total
-
-
 # ----------------------------------------------------------------------------------------------
 # Exact likelihoods
 
 @block_models
 def test_at_block_length_1_the_nelbo_at_t_1_is_the_exact_autoregressive_likelihood(name):
     model = make_model(name, vocab_size=4, seq_len=3, block_len=1)
-    x = torch.tensor(list(itertools.product(range(3), repeat=3)))              # all 27 sequences
-    nats = sequence_nelbo(model, x, torch.ones_like(x, dtype=torch.bool), torch.ones(27, 3))[:, 0]
-    np.testing.assert_allclose(nats, [exact_bound(model, row) for row in x])
-    assert float(torch.exp(-nats).sum()) == pytest.approx(1)
-    assert nats.std() > 0.1, "the sequences must have different likelihoods"
+    x = torch.cartesian_prod(*[torch.arange(3)] * 3)                           # all 27 sequences
+    nats = sequence_nelbo(model, x, torch.ones_like(x, dtype=torch.bool), torch.ones(27, 3))[:, NATS]
+    np.testing.assert_allclose(nats, price_of(model, x, "strided:1")[0])
+    assert float(torch.exp(-nats).sum()) == pytest.approx(1) and nats.std() > 0.1
 
 
 @all_models
-def test_the_mean_of_the_nelbo_over_all_noise_is_the_exact_bound(name):
-    """Eight tokens in blocks of 4, or in one of 8. Each block's part depends on its own mask and t alone: so all blocks
-    may have the same, and the mean is over every mask and t, by quadrature."""
-    model = make_model(name, seq_len=8, block_len=8 if name not in BLOCK_MODELS else 4)
-    x = torch.randint(0, 22, (8,), generator=torch.Generator().manual_seed(1))
-    k, l = model.config.blocks_of(8)
-    masks = torch.tensor(list(itertools.product([False, True], repeat=l)))     # (2^l, l)
-    at, weight = np.polynomial.legendre.leggauss(16)
-    mean = 0
-    for t, w in zip(1e-3 + (1 - 1e-3) * (at + 1) / 2, weight / 2):
-        levels = torch.full((len(masks), k), t, dtype=torch.float64)
-        nats = sequence_nelbo(model, x.expand(len(masks), -1), masks.repeat(1, k), levels)[:, NATS]
-        chance = (t * masks.double() + (1 - t) * ~masks).prod(1)               # of each mask
-        mean += w * float(chance @ nats)
-    assert mean == pytest.approx(exact_bound(model, x))
+@torch.no_grad()
+def test_the_price_of_random_is_the_mean_over_orders_and_the_mean_of_the_nelbo_over_noise(name, monkeypatch):
+    """Two blocks of 4 tokens, or one. A block depends on its own order, mask and t alone: all may have the same."""
+    k = 2 if name in BLOCK_MODELS else 1
+    model = make_model(name, seq_len=4 * k, block_len=4)
+    x0 = torch.randint(0, 22, (4 * k,), generator=torch.Generator().manual_seed(1)).repeat(24, 1)
+    orders, want = torch.tensor(list(itertools.permutations(range(4)))), {}    # (24, 4)
+    monkeypatch.setattr(ops, "uniform", lambda l, *_: orders.argsort(1).double().repeat_interleave(k, 0))
+    for p in (1, 2, 3, 4):
+        want[p], xt = 0, torch.full((24, k, 4), model.config.mask_id)
+        for i in range(0, 4, p):
+            at = orders[:, None, i:i + p].expand(-1, k, -1)                    # (24, k, p), revealed in this step
+            log_p = model.all_block_logits(x0, xt.view(24, -1), torch.zeros(24, k)).log_softmax(-1)
+            want[p] -= float(log_p.gather(2, x0[..., None]).view(24, k, 4).gather(2, at).sum()) / 24
+            xt = xt.scatter(2, at, x0.view(24, k, 4).gather(2, at))
+        nats, passes = price_of(model, x0, f"random:{p}")
+        assert float(nats.mean()) == pytest.approx(want[p], abs=1e-10) and (passes == math.ceil(4 / p)).all()
+
+    masks, mean = torch.cartesian_prod(*[torch.tensor([False, True])] * 4), 0                  # (16, 4)
+    for at, weight in zip(*np.polynomial.legendre.leggauss(4)):                # exact for the polynomials in t here
+        t = (1 + at) / 2
+        levels = torch.full((16, k), t, dtype=torch.float64)
+        nats = sequence_nelbo(model, x0[:16], masks.repeat(1, k), levels)[:, NATS]
+        mean += weight / 2 * float((t * masks.double() + (1 - t) * ~masks).prod(1) @ nats)
+    assert mean == pytest.approx(want[1])
 
 
 # ----------------------------------------------------------------------------------------------
@@ -152,6 +133,45 @@ def test_every_figure_of_a_text_by_hand():
 
 
 # ----------------------------------------------------------------------------------------------
+# The price of a decoder
+
+@pytest.mark.parametrize("decoder, fewest", [
+    ("strided:1", 4), ("strided:2", 2), ("strided:3", 2), ("confidence:1", 4), ("confidence:3", 2), ("threshold:1", 4),
+    ("threshold:0.55", 2.5), ("entropy_bound:0", 4), ("entropy_bound:1", 2)])
+def test_the_probabilities_of_all_texts_sum_to_1_if_positions_are_not_drawn(decoder, fewest):
+    nats, passes = price_of(small_model().double(), torch.cartesian_prod(*[torch.arange(2)] * 8), decoder)   # (256,)
+    assert float((-nats).exp().sum()) == pytest.approx(1, abs=1e-10) and nats.std() > 0.1 and passes.min() == fewest
+
+
+def test_pairs_leave_a_markov_chain_that_the_model_knows_the_more_the_more_tokens_a_step():
+    move = torch.tensor([[0.8, 0.1, 0.1], [0.1, 0.7, 0.2], [0.3, 0.1, 0.6]], dtype=torch.float64)
+    texts = torch.cartesian_prod(*[torch.arange(3)] * 4)                       # (81, 4)
+    chain = move.matrix_power(99)[0, texts[:, 0]] * move[texts[:, :-1], texts[:, 1:]].prod(1)
+
+    def posterior(x0, xt, t):
+        """log p (b, 4, 3) of each token, given the known ones, up to a constant."""
+        fits = ((xt[:, None] == texts) | (xt[:, None] == 3)).all(2) * chain    # (b, 81)
+        return (fits @ torch.eye(3).double()[texts].flatten(1)).view(-1, 4, 3).clamp(min=1e-300).log()
+
+    model = types.SimpleNamespace(config=ModelConfig(vocab_size=4, seq_len=4, block_len=4), all_block_hidden=posterior,
+                                  token_logits=lambda x: x, head=types.SimpleNamespace(weight=torch.eye(4, 3)))
+
+    def distance(texts, weight):
+        """Total variation from the chain's pairs, the mean over three places."""
+        return sum(float((p - q).abs().sum()) for p, q in zip(pairs(texts, weight), true)) / 6
+
+    pairs = lambda texts, weight: [torch.bincount(3 * a + b, weight, 9) for a, b in zip(texts.T, texts.T[1:])]
+    true, n, last = pairs(texts, chain), 20_000, -1
+    for p in (1, 2, 4):
+        exact = distance(texts, (-price_of(model, texts, f"strided:{p}")[0]).exp())
+        sampler = Sampler(list(range(n)), "strided", p, mask_id=3)
+        found = generate_naive(model, torch.zeros(n, 0, dtype=torch.long), 4, sampler)
+        assert distance(found, torch.full((n,), 1 / n).double()) == pytest.approx(exact, abs=0.01)
+        assert exact > last + 0.05 if p > 1 else exact < 1e-10
+        last = exact
+
+
+# ----------------------------------------------------------------------------------------------
 # Answers
 
 def make_pairs(seed=6):
@@ -199,14 +219,6 @@ def test_a_score_is_the_sum_of_the_log_p_of_tokens_masked_alone(name, time_condi
     np.testing.assert_allclose(sum(score_pairs(model, pairs, 50, one_rank(r, 2)) for r in (0, 1)), whole)
 
 
-@block_models
-def test_with_blocks_of_one_token_a_score_is_the_exact_likelihood(name):
-    model = make_model(name, block_len=1)
-    x = torch.randint(0, 22, (18,), generator=torch.Generator().manual_seed(7))
-    score, _ = score_pairs(model, [(x[:14].tolist(), x[14:].tolist())], 4096, one_rank())
-    assert -score == pytest.approx(exact_bound(model, x, known=14))
-
-
 @all_models
 @both_times
 def test_an_answer_is_greedy_if_and_only_if_decoding_gives_it(name, time_conditioning):
@@ -245,3 +257,17 @@ def test_batch_1_batch_8_and_two_processes_give_the_same_figures_to_1e_5(corpus,
     first, *others = ({name: x for name, x in record["results"][0]["text"][corpus].items() if isinstance(x, float)}
                       for record in records)
     assert len(first) > 7 and all(other == pytest.approx(first, rel=1e-5) for other in others)
+
+
+def test_decoders_have_a_price_that_does_not_depend_on_the_batch(corpus, saved):
+    names = "random:2,strided:2,threshold:0.1"
+    first, other = (eval_record(f"--checkpoint={saved[0]}", f"--data={corpus}", "--sequences=6", f"--decoders={names}",
+                                f"--batch_size={size}")["results"][0]["text"][corpus] for size in (1, 4))
+    assert list(first["decoders"]) == names.split(",") and first["block_len"] == 8
+    assert first["decoders"]["strided:2"]["passes"] == 4 and first["decoders"]["random:2"]["more"] == 0
+    n_bytes, base = np.array(first["bytes"]), first["decoders"]["random:2"]["nats"]
+    for name, r in first["decoders"].items():
+        np.testing.assert_allclose(r["nats"], other["decoders"][name]["nats"], rtol=1e-5)
+        assert r["bpb"] == pytest.approx(sum(r["nats"]) / sum(n_bytes) / math.log(2), rel=1e-5)
+        more = ratio(np.subtract(r["nats"], base) / math.log(2), n_bytes)      # paired: window by window
+        assert (r["more"], r["more_se"]) == pytest.approx(more, abs=1e-4)

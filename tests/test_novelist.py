@@ -5,16 +5,17 @@ import pytest
 import torch
 
 from checkpoint import open_checkpoint
-from conftest import ENGINES, ROOT, generate_by, make_sampler
+from conftest import ENGINES, ROOT, generate_by, make_sampler, price_of
 from decoders import generate_naive
 from nelbo import NATS
 from test_eval import license_text, sums_of
 
 pytest.importorskip("safetensors", reason="needs safetensors, see requirements.txt")
 
-# Of each model: the NELBO of the license in nats per byte, and 40 bytes after the prompt, by seed 5 and `random`.
+# Of each model: the NELBO of the license in nats per byte; 40 bytes after the prompt, by seed 5 and `random`; bits per
+# byte of the license with four bytes a step.
 PROMPT = "The old house was silent, and "
-SHIPPED = {"novelist": (2.08903, "Cdevtndon Creedhlye harried in tethers b")}
+SHIPPED = {"novelist": (2.08903, "Cdevtndon Creedhlye harried in tethers b", [2.7591, 3.0691, 3.0839])}
 
 
 @pytest.fixture(scope="module", params=SHIPPED)
@@ -46,3 +47,10 @@ def test_a_sample_begins_with_its_prompt_and_equals_generation_without_a_cache(s
     found = generate_by(engine, model, [prompt], 40, sampler).tokens[0]
     assert torch.equal(found, want) and torch.equal(found[:len(prompt)], prompt) and len(found) == len(prompt) + 40
     assert decoder != "random" or tokenizer.decode(found[len(prompt):].tolist()) == SHIPPED[name][1]
+
+
+def test_on_real_text_strided_costs_less_than_random_and_confidence(shipped):
+    text = license_text()[:, :256]
+    bits = [float(price_of(shipped[1], text, f"{rule}:4")[0].sum()) / text.numel() / 0.6931
+            for rule in ("strided", "random", "confidence")]
+    assert bits == pytest.approx(SHIPPED[shipped[0]][2], abs=1e-3) and bits[0] + 0.2 < min(bits[1:])

@@ -28,17 +28,6 @@ FREE_ANSWERS = dict(output_type="generate_until", doc_to_target="a")
 
 
 @pytest.fixture
-def checkpoints(tmp_path, corpus):
-    """Checkpoints of a block model and a full-sequence model of bytes."""
-    paths = []
-    for name in ("mamba_h", "attention"):
-        model = make_model(name, torch.float32, vocab_size=258)
-        paths.append(str(tmp_path / name / "ckpt.pt"))
-        save_checkpoint(paths[-1], model, step=0, tokenizer="bytes", settings=dict(learning_rate=4e-3, data=corpus))
-    return paths
-
-
-@pytest.fixture
 def task(tmp_path, monkeypatch):
     """A function that writes a task file and its rows, and returns the flags that run it."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
