@@ -54,12 +54,6 @@ EIGHT_STEPS = [*TINY, *NOISE, "--max_iters=8", "--log_interval=3", "--eval_inter
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 
 
-def as_config(flags):
-    """The text of a config file with the settings of these flags, `--key=value` each."""
-    pairs = [flag[2:].split("=") for flag in flags]
-    return "".join(f"{key} = {value if value[0].isdigit() else repr(value)}\n" for key, value in pairs)
-
-
 def need_fast():
     """Skips a module whose subject is in fast/, where that folder has been removed."""
     if not has_fast():

@@ -11,7 +11,7 @@ from parallel import has_fast
 
 # The commands run in a folder with these files, those of `here` and a checkpoint in out/.
 HERE = {"README.md": b"mine", "a.csv": b"x", "a.txt": b"text", "empty.jsonl": b"\n", "a.jsonl": b'{"text": "a"}\n',
-        "latin": b"caf\xe9"}
+        "latin": b"caf\xe9", "empty.json": b'{"bench": "sample", "rows": []}'}
 without_fast = pytest.mark.skipif(has_fast(), reason="needs a checkout without the folder fast/")
 COMMANDS = [
     # with the settings of a tiny training
@@ -64,7 +64,19 @@ COMMANDS = [
     ("data.py c4 --local . --out new", "no file that matches"),
     *((f"data.py dclm --tokens={value}", "must be ") for value in ("0.5", "nan", "inf")),
     ("data.py jsonl a.jsonl --tokens=9", "takes no"),
-    *((f"data.py jsonl a.jsonl --out=new --val_fraction={value}", "must be ") for value in ("-1", "nan", "1"))]
+    *((f"data.py jsonl a.jsonl --out=new --val_fraction={value}", "must be ") for value in ("-1", "nan", "1")),
+    ("bench.py trian", "subcommand must be one of train, sample, but is 'trian'"),
+    ("bench.py train --only=laptop --seq_len=100", "whole blocks of block_len 16"),
+    ("bench.py train --only=laptop,nope", "config file nope cannot be run (FileNotFoundError"),
+    ("bench.py train --out=x.pt", "out must be a .json file"),
+    ("bench.py sample --batch=many", "whole numbers from 1 to 262144, not 'many'"),
+    ("tools/compare_ops.py --only=adamw,nope", "only must be one of mixer, "),
+    ("tools/throughput.py empty.json", "the files hold no generation"),
+    ("tools/profile_step.py --config=laptop", "did you mean configs?"),
+    ("tools/sweep.py --runs=[]", "there are no runs"), ("tools/sweep.py --runs_per_gpu=0", "at least 1"),
+    ("tools/sweep.py --runs=laptop --eval_settings=mcc=1", "eval_settings: there is no setting 'mcc'"),
+    ("tools/sweep.py --runs=laptop --train_settings=sed=1", "there is no setting 'sed'; did you mean seed"),
+    ("tools/sweep.py --runs=laptop --eval_settings=data=nowhere", "nowhere holds no prepared text")]
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +104,10 @@ def test_a_mistake_is_one_sentence_and_changes_no_file(here, saved, corpus, trai
     def files():
         """All but empty ones: a lock may be left."""
         return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size}
-    before, (name, *flags) = files(), command.format(data=corpus, trained=trained).split()
+    before, (path, *flags) = files(), command.format(data=corpus, trained=trained).split()
     usual = {"train.py": tiny, "sample.py": ["--device=cpu", "--prompt=some text"]}
-    status, printed, error = script(name, *usual.get(name, []), *flags)
-    last = error.splitlines()[-1]
+    status, printed, error = script(path, *usual.get(path, []), *flags)
+    last, name = error.splitlines()[-1], path.removeprefix("tools/")
     assert status in (1, 2) and last.startswith(f"{name}: ") and message in last and "Traceback" not in error
     assert files() == before and (name != "sample.py" or printed == "")
+    assert " ms" not in printed and " %" not in printed, "it has measured something"

@@ -80,26 +80,9 @@ def test_plot_draws_a_figure_and_the_newest_row_wins(tmp_path):
     assert (tmp_path / "throughput.png").exists()
 
 
-@pytest.mark.parametrize("name, argv, message", [
-    ("bench.py", "trian", "subcommand must be one of train, sample, but is 'trian'"),
-    ("bench.py", "train --only=laptop --seq_len=100", "whole blocks of block_len 16"),
-    ("bench.py", "train --only=laptop,nope", "config file nope cannot be run (FileNotFoundError"),
-    ("bench.py", "train --out=x.pt", "out must be a .json file"),
-    ("bench.py", "sample --batch=many", "whole numbers from 1 to 262144, not 'many'"),
-    ("tools/compare_ops.py", "--only=adamw,nope", "only must be one of mixer, "),
-    ("tools/throughput.py", "assets/ops.json", "the files hold no generation"),
-    ("tools/profile_step.py", "--config=laptop", "did you mean configs?")])
-def test_bad_input_is_one_sentence_before_any_measurement(monkeypatch, name, argv, message):
-    monkeypatch.chdir(ROOT)
-    status, printed, error = script(name, *argv.split())
-    assert status == 1 and error.startswith(name.removeprefix("tools/")) and message in error and "\n" not in error
-    assert " %" not in printed and " ms" not in printed, "it has measured something"
-
-
 def test_the_tools_profile_without_options_and_say_what_they_are(tmp_path):
     status, printed, _ = script("tools/profile_step.py", "--micro_batch_size=1", f"--out={tmp_path / 'p.json'}")
     assert status == 0 and printed.startswith("laptop on cpu | kernels: ")
     assert json.loads((tmp_path / "p.json").read_text())["models"]["laptop"]["ms"] > 0
-    for name, what in (("tools/profile_step.py", "one denoising step"), ("bench.py", "python bench.py sample")):
-        status, printed, _ = script(name, "--help")
-        assert status == 0 and what in printed
+    status, printed, _ = script("bench.py")
+    assert status == 0 and "python bench.py sample" in printed
