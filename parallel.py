@@ -9,7 +9,7 @@ One process runs the same code with world = 1, and communicates nothing.
 """
 import contextlib
 import datetime
-import importlib.util
+import importlib
 import os
 import platform
 import subprocess
@@ -102,9 +102,13 @@ def select_kernels(setting, device, training=True):
 
 def compile_layers(model):
     """Compiles the parts of a training step with torch.compile: the two_stream of each layer, and model.final. Does
-    nothing if Triton is missing, because torch.compile generates Triton kernels."""
-    if importlib.util.find_spec("triton") is None:
-        return
+    nothing if Triton cannot be imported, because torch.compile generates Triton kernels. Returns a line about it."""
+    try:
+        for name in ("triton", "torch._inductor.runtime.triton_compat"):       # what torch.compile uses of it
+            importlib.import_module(name)
+    except Exception as error:                          # a broken Triton fails in many ways
+        return (f"nothing is compiled, which is slow: torch cannot use Triton ({type(error).__name__}: {error}); "
+                f"`pip check` names the version that torch needs")
     # Each kind of layer is compiled for each batch size, with and without autograd. The default limit is 8.
     torch._dynamo.config.recompile_limit = 64
     # The backward pass recomputes pointwise results (GELU, norms), which saves much memory and costs little time.
@@ -114,6 +118,7 @@ def compile_layers(model):
     for layer in model.layers:
         layer.two_stream = torch.compile(layer.two_stream, dynamic=False)
     model.final = torch.compile(model.final, dynamic=False)
+    return "the first step compiles the layers, which takes a minute or two"
 
 
 def hardware(dev):

@@ -132,8 +132,7 @@ def main(given=()):
     use_bf16 = pick_dtype(dtype, dev) == torch.bfloat16
     autocast = functools.partial(torch.autocast, dev.type, torch.bfloat16, enabled=use_bf16)
     if compile and ampere_or_later(dev):
-        compile_layers(model)
-        say("the first step compiles the layers, which takes a minute or two")
+        say(compile_layers(model))
     say(f"{config.n_layer} layers, width {config.d_model}, {model.n_params:,} parameters | "
         f"{parallel.world} x {dev} {'bf16' if use_bf16 else 'fp32'} | {kernels_line}\n"
         f"{train_data.n_tokens:,} training tokens | {batch_size} x {seq_len} tokens a step, "

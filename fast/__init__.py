@@ -12,10 +12,6 @@ Every kernel is tested against a plain twin.
     python -m tools.compare_ops                         times the operations beside libraries
     python -m pytest tests/kernels                      on a GPU, or in Triton's interpreter
 """
-import functools
-
-import torch
-
 import ops
 
 
@@ -25,6 +21,8 @@ def select(device, training=True):
     seconds to import: only training and evaluation use them."""
     try:
         from fast import cached_attention, conv, mixer, scan, scan_block, step
+        if training:
+            from fast import two_stream
     except Exception as error:                          # a broken Triton fails in many ways
         return f"kernels: plain (no Triton: {type(error).__name__}: {error})"
     ops.FAST.update({
@@ -39,15 +37,11 @@ def select(device, training=True):
         "uniform": step.uniform, "gumbel_argmax": step.gumbel_argmax, "unmask_and_advance": step.unmask_and_advance})
     if not training:
         return "kernels: Triton"
-    from fast import two_stream
     ops.FAST.update({"two_stream_masks": two_stream.two_stream_masks,
-                     "cross_entropy_tile": compiled_cross_entropy_tile(),
-                     "two_stream_attention": two_stream.two_stream_attention})
-    attention = "flash-attn-4" if two_stream.has_flash() else "flex (faster: pip install -r requirements-gpu.txt)"
-    return f"kernels: Triton; attention {attention if two_stream.hopper(device) else 'flex'}"
-
-
-@functools.lru_cache(maxsize=1)
-def compiled_cross_entropy_tile():
-    """ops.cross_entropy_tile under torch.compile: the number of columns is fixed, the number of rows may vary."""
-    return torch.compile(ops.cross_entropy_tile.plain)
+                     "two_stream_attention": two_stream.two_stream_attention,
+                     "cross_entropy_tile": two_stream.cross_entropy_tile})
+    if not two_stream.hopper(device):
+        return "kernels: Triton; attention flex"
+    why = two_stream.no_flash()
+    attention = f"flex ({why}: pip install -r requirements-gpu.txt)" if why else "flash-attn-4"
+    return f"kernels: Triton; attention {attention}"

@@ -167,8 +167,7 @@ def block_attention(q, k_cache, v_cache, lengths, k_own, v_own, num_splits=0):
     (b, m, h, d), l, (c, _, cap, _) = q.shape, k_own.shape[1], k_cache.shape
     assert k_cache.shape == v_cache.shape == (c, h, cap, d) and b % c == 0
     assert k_cache.stride() == v_cache.stride()
-    assert all(x.stride(-1) == 1 and x.dtype == q.dtype
-               for x in (q, k_cache, v_cache, k_own, v_own))
+    assert all(x.stride(-1) == 1 and x.dtype == q.dtype for x in (q, k_cache, v_cache, k_own, v_own))
     # The kernel computes offsets into caches in 64 bits, offsets inside one row's block in 32.
     assert max(m, l) * max(x.stride(1) for x in (q, k_own, v_own)) < 2 ** 31
     D, few = max(16, triton.next_power_of_2(d)), cap + l <= FEW_KEYS
@@ -185,11 +184,10 @@ def block_attention(q, k_cache, v_cache, lengths, k_own, v_own, num_splits=0):
     part = out if num_splits == 1 else q.new_empty(num_splits, b, m, h, d, dtype=torch.float32)
     lse = q.new_empty(num_splits, b, m, h, dtype=torch.float32)
     attend_kernel[triton.cdiv(m, M), b * h, num_splits](
-        q, k_cache, v_cache, lengths, k_own, v_own, part, lse, q.stride(0), q.stride(2),
-        *strides(k_cache, 2), k_own.stride(0), k_own.stride(2), v_own.stride(0), v_own.stride(2),
-        cap, d ** -0.5 * LOG2E.value, num_splits, ql=q.stride(1), cl=k_cache.stride(2),
-        kl=k_own.stride(1), vl=v_own.stride(1), align=align, h=h, m=m, l=l, d=d, D=D, caches=c, M=M, N=N,
-        least=least, stages=stages, num_warps=warps)
+        q, k_cache, v_cache, lengths, k_own, v_own, part, lse, q.stride(0), q.stride(2), *strides(k_cache, 2),
+        k_own.stride(0), k_own.stride(2), v_own.stride(0), v_own.stride(2), cap, d ** -0.5 * LOG2E.value,
+        num_splits, ql=q.stride(1), cl=k_cache.stride(2), kl=k_own.stride(1), vl=v_own.stride(1), align=align, h=h,
+        m=m, l=l, d=d, D=D, caches=c, M=M, N=N, least=least, stages=stages, num_warps=warps)
     if num_splits > 1:
         combine_kernel[triton.cdiv(m * h, 8), b](part, lse, out, lengths, cap, num_splits, h, m, l, d, D,
                                                  min(num_splits, 16), 8, N, least)

@@ -34,9 +34,8 @@ FEW = 2048  # up to this many positions do not fill a GPU; the shortest pieces a
 
 def check_row(u):
     s, step = u.shape[1], u.stride(1)
-    assert s * step < 2 ** 31, (
-        f"a row of {s} positions, {step} elements apart, is too long for the convolution kernels: "
-        "positions x distance must be below 2^31, because offsets within a row have 32 bits")
+    assert s * step < 2 ** 31, (f"a row of {s} positions, {step} elements apart, is too long for the convolution "
+                                "kernels: offsets within a row have 32 bits")
 
 
 @triton.jit
@@ -108,9 +107,8 @@ def conv_back_step(u, dout, us, das, w, b, W: tl.constexpr):
 
 
 @triton.jit
-def conv_backward_kernel(u, weight, bias, initial, dout, du, dparams, dinitial, rows, s, c,
-                         sur, sul, sir, sil, sor, sol, sdr, sdl,
-                         W: tl.constexpr, T: tl.constexpr, R: tl.constexpr, K: tl.constexpr):
+def conv_backward_kernel(u, weight, bias, initial, dout, du, dparams, dinitial, rows, s, c, sur, sul, sir, sil, sor,
+                         sol, sdr, sdl, W: tl.constexpr, T: tl.constexpr, R: tl.constexpr, K: tl.constexpr):
     """R pieces of T positions by K channels, each from end to start, with da_i = dout_i silu'(a_i):
         du_i = sum_j weight_j da_{i+w-1-j}        dweight_j = sum_i da_i u_{i-w+1+j}
     It starts with the w - 1 positions after the piece, for their da only. `dparams` (programs, w + 1, c) gets this
@@ -131,8 +129,7 @@ def conv_backward_kernel(u, weight, bias, initial, dout, du, dparams, dinitial, 
     for j in tl.static_range(1, W):
         i = end + W - 1 - j
         uj = columns(u, initial, i - W + 1, kc, ok, s, sul, sil, W)
-        us, das = conv_back_step(uj, columns(dout, None, i, kc, ok, s, sol, 0, W),
-                                 us, das, w, b, W)
+        us, das = conv_back_step(uj, columns(dout, None, i, kc, ok, s, sol, 0, W), us, das, w, b, W)
     for t in tl.range(0, T, W, num_stages=3):
         new, douts = (), ()  # issue the loads of W positions together
         for j in tl.static_range(W):
@@ -160,8 +157,7 @@ def conv_backward_kernel(u, weight, bias, initial, dout, du, dparams, dinitial, 
 
 
 @operator(lambda u, weight, bias, initial: u.new_empty(u.shape))
-def causal_conv_forward(u: Tensor, weight: Tensor, bias: Tensor,
-                        initial: Optional[Tensor]) -> Tensor:
+def causal_conv_forward(u: Tensor, weight: Tensor, bias: Tensor, initial: Optional[Tensor]) -> Tensor:
     r, s, ways, c = u.shape if u.dim() == 4 else (*u.shape[:2], 1, u.shape[2])
     out, W, K = u.new_empty(u.shape), weight.shape[-1], 64
     check_row(u)
@@ -174,18 +170,18 @@ def causal_conv_forward(u: Tensor, weight: Tensor, bias: Tensor,
 
 
 def conv_backward_into(du, dout, u, weight, bias, initial):
-    """Writes the gradient of u into du (last dimension contiguous). -> dweight, dbias, dinitial"""
+    """Writes the gradient of u into du. Of both, and of dout, the last dimension is contiguous. -> dweight, dbias,
+    dinitial"""
     (r, s, c), (dweight, dbias, dinitial) = u.shape, like(weight, bias, initial)
-    dout, W, K = rowwise(dout), weight.shape[1], 64
+    W, K = weight.shape[1], 64
     for v in (u, dout, du):
         check_row(v)
     steps, R, warps = BACKWARD
     programs = triton.cdiv(r * triton.cdiv(s, steps * W), R)
     dparams = u.new_empty(programs, W + 1, c, dtype=torch.float32)
     conv_backward_kernel[programs, triton.cdiv(c, K)](
-        u, weight, bias, initial, dout, du, dparams, dinitial, r, s, c, *strides(u, 2),
-        *strides(initial, 2), *strides(dout, 2), *strides(du, 2), W=W, T=steps * W,
-        R=R, K=K, num_warps=warps)
+        u, weight, bias, initial, dout, du, dparams, dinitial, r, s, c, *strides(u, 2), *strides(initial, 2),
+        *strides(dout, 2), *strides(du, 2), W=W, T=steps * W, R=R, K=K, num_warps=warps)
     dparams = dparams.sum(0)
     return dweight.copy_(dparams[:W].T), dbias.copy_(dparams[W]), dinitial
 

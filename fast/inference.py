@@ -267,8 +267,7 @@ def fold_norm(norm, shift, scale):
 @torch.no_grad()
 def fold_layer(layer, cond):
     """Folds a constant conditioning cond into a layer: shifts and scales into norms, gates into projections."""
-    shift, scale, gate, shift2, scale2, gate2 = (
-        None if p is None else p.flatten() for p in layer.modulation(cond))
+    shift, scale, gate, shift2, scale2, gate2 = (None if p is None else p.flatten() for p in layer.modulation(cond))
     fold_norm(layer.norm1, shift, scale)
     fold_norm(layer.norm2, shift2, scale2)
     if gate is not None:

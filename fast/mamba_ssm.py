@@ -26,14 +26,17 @@ def select():
     """Fills ops.FAST. Returns one line that names the kernels in use. Raises UserError without mamba-ssm."""
     try:
         library()
-    except ImportError as error:
-        raise UserError(f"kernels=mamba_ssm needs the package mamba-ssm ({error}); MAMBA_FORCE_BUILD=TRUE "
-                        f"MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation "
-                        f"mamba-ssm==2.3.2.post1 einops") from None
+    except Exception as error:                          # built for another torch or Triton it fails in many ways
+        raise UserError(f"kernels=mamba_ssm needs the package mamba-ssm ({type(error).__name__}: {error}); "
+                        f"MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps "
+                        f"--no-build-isolation mamba-ssm==2.3.2.post1 einops") from None
     ops.FAST["ssd_scan"] = ssd_scan
-    if importlib.util.find_spec("causal_conv1d"):
-        ops.FAST["causal_conv"] = causal_conv
-    return f"kernels: mamba-ssm{', causal-conv1d' * ('causal_conv' in ops.FAST)}; the rest plain"
+    try:
+        from causal_conv1d import causal_conv1d_fn      # noqa: F401
+    except Exception as error:
+        return f"kernels: mamba-ssm; the rest plain (no causal-conv1d: {type(error).__name__}: {error})"
+    ops.FAST["causal_conv"] = causal_conv
+    return "kernels: mamba-ssm, causal-conv1d; the rest plain"
 
 
 @functools.lru_cache(maxsize=1)
@@ -42,7 +45,7 @@ def library():
     the extension was not built, an empty module replaces the __init__."""
     try:
         scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
-    except ImportError:
+    except Exception:
         spec = importlib.util.find_spec("mamba_ssm")
         if spec is None:
             raise

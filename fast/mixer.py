@@ -97,13 +97,11 @@ def gated_norm(y, z, weight):
 
 def gated_norm_backward(dout, y, z, weight, dz):
     """dout has the layout of y, dz that of z. Writes into dz. -> the forward's result, dy, dweight (fp32)"""
-    d = y.shape[-1]
-    tokens = y.numel() // d
+    d, tokens = y.shape[-1], y.shape[:-1].numel()
     out, dy, programs = torch.empty_like(y), torch.empty_like(y), triton.cdiv(tokens, TOKENS)
     dweight = y.new_empty(programs, d, dtype=torch.float32)
-    gated_norm_backward_kernel[programs,](
-        dout, y, z, weight, out, dy, dz, dweight, tokens, z.stride(1), dz.stride(1), EPS, d=d,
-        P=triton.next_power_of_2(d), T=TOKENS, num_warps=4)
+    gated_norm_backward_kernel[programs,](dout, y, z, weight, out, dy, dz, dweight, tokens, z.stride(1), dz.stride(1),
+                                          EPS, d=d, P=triton.next_power_of_2(d), T=TOKENS, num_warps=4)
     return out, dy, dweight.sum(0)
 
 
@@ -111,20 +109,16 @@ def gated_norm_backward(dout, y, z, weight, dz):
 # The operator. A sequence of s tokens is cut into s / row rows. The scan runs over all rows at once,
 # each from the state at the end of the row before it (see fast/scan.py).
 
-def sizes(proj, conv_weight, A, norm_weight, row):
-    """-> (widths of z, xBC and dt), heads, state size, whether a sequence has more than one row"""
-    di, c, h = norm_weight.numel(), conv_weight.shape[0], A.numel()
-    return (di, c, h), h, (c - di) // 2, proj.shape[1] > row
+def split_proj(proj, norm_weight, conv_weight, A):
+    """-> z (b, s, d_inner), xBC (b, s, c), dt (b, s, h) and the padding of a projection"""
+    widths = [len(norm_weight), len(conv_weight), len(A)]
+    return proj.split([*widths, proj.shape[-1] - sum(widths)], -1)
 
 
-def split_proj(proj, widths):
-    """-> z, xBC and dt of a projection, without the padding after them"""
-    return proj[..., :sum(widths)].split(widths, -1)
-
-
-def split_xBC(xBC, h, n):
+def split_xBC(xBC, d_inner, h):
     """-> x (b, s, h, p), B and C (b, s, n), all views of xBC"""
-    x, B, C = xBC.split([xBC.shape[-1] - 2 * n, n, n], -1)
+    n = (xBC.shape[-1] - d_inner) // 2
+    x, B, C = xBC.split([d_inner, n, n], -1)
     return x.unflatten(-1, (h, -1)), B, C
 
 
@@ -139,11 +133,9 @@ def boundary_columns(xBC, conv_weight, conv, states_every):
     return torch.cat([conv[:, None], ends], 1)
 
 
-def fake_outputs(proj, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_weight, conv, ssm,
-                 row, states_every):
-    (di, c, _), h, n, several = sizes(proj, conv_weight, A, norm_weight, row)
-    b, s, _ = proj.shape
-    states = (b, s // row + 1, h, di // h, n) if several or states_every else (0,)
+def fake_outputs(proj, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_weight, conv, ssm, row, states_every):
+    (b, s, _), c, di, h = proj.shape, len(conv_weight), len(norm_weight), len(A)
+    states = (b, s // row + 1, h, di // h, (c - di) // 2) if row < s or states_every else (0,)
     convs = (b, s // states_every + 1, conv_weight.shape[1] - 1, c) if states_every else (0,)
     return (proj.new_empty(b, s, out_weight.shape[0]), proj.new_empty(b, s, di),
             proj.new_empty(states, dtype=torch.float32), proj.new_empty(convs))
@@ -152,18 +144,17 @@ def fake_outputs(proj, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_w
 @operator(fake_outputs)
 def mixer_forward(
         proj: Tensor, conv_weight: Tensor, conv_bias: Tensor, dt_bias: Tensor, A: Tensor, D: Tensor,
-        norm_weight: Tensor, out_weight: Tensor, conv: Optional[Tensor], ssm: Optional[Tensor],
-        row: int, states_every: int) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+        norm_weight: Tensor, out_weight: Tensor, conv: Optional[Tensor], ssm: Optional[Tensor], row: int,
+        states_every: int) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns four tensors:
     the output (b, s, d);
     y (b, s, h p), kept for the backward;
     the states before every row and at the end (b, s / row + 1, h, p, n), empty for one row if states_every is 0;
     the convolution states (b, s / states_every + 1, w - 1, c), empty if states_every is 0.
     states_every = 0 means that the caller does not need the states."""
-    widths, h, n, _ = sizes(proj, conv_weight, A, norm_weight, row)
-    z, xBC, dt = split_proj(proj, widths)
+    z, xBC, dt, _ = split_proj(proj, norm_weight, conv_weight, A)
     convs = boundary_columns(xBC, conv_weight, conv, states_every)
-    x, B, C = split_xBC(causal_conv_forward(xBC, conv_weight, conv_bias, conv), h, n)
+    x, B, C = split_xBC(causal_conv_forward(xBC, conv_weight, conv_bias, conv), len(norm_weight), len(A))
     steps = scan.StepSizes(*in_rows(row, dt), A, dt_bias)
     y, states = scan_forward(x, steps, B, C, D, ssm, row, states_every > 0)
     y = y.view(z.shape)
@@ -172,16 +163,14 @@ def mixer_forward(
 
 @operator(lambda dout, dstates, dconvs, y, states, *inputs: like(*inputs[:10]))
 def mixer_backward(
-        dout: Tensor, dstates: Optional[Tensor], dconvs: Optional[Tensor], y: Tensor,
-        states: Tensor, proj: Tensor, conv_weight: Tensor, conv_bias: Tensor, dt_bias: Tensor,
-        A: Tensor, D: Tensor, norm_weight: Tensor, out_weight: Tensor, conv: Optional[Tensor],
-        ssm: Optional[Tensor], row: int, states_every: int) -> Tuple[
-            Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    widths, h, n, _ = sizes(proj, conv_weight, A, norm_weight, row)
-    z, xBC, dt = split_proj(proj, widths)
+        dout: Tensor, dstates: Optional[Tensor], dconvs: Optional[Tensor], y: Tensor, states: Tensor, proj: Tensor,
+        conv_weight: Tensor, conv_bias: Tensor, dt_bias: Tensor, A: Tensor, D: Tensor, norm_weight: Tensor,
+        out_weight: Tensor, conv: Optional[Tensor], ssm: Optional[Tensor], row: int,
+        states_every: int) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    z, xBC, dt, _ = split_proj(proj, norm_weight, conv_weight, A)
     dproj = torch.empty_like(proj)
-    dproj[..., sum(widths):] = 0
-    dz, dxBC, ddt = split_proj(dproj, widths)
+    dz, dxBC, ddt, padding = split_proj(dproj, norm_weight, conv_weight, A)
+    padding.zero_()
 
     # The output projection and the gated norm.
     dout = dout.flatten(0, 1)
@@ -193,10 +182,9 @@ def mixer_backward(
     convolved = causal_conv_forward(xBC, conv_weight, conv_bias, conv)
     dconvolved = torch.empty_like(convolved)
     steps = scan.StepSizes(*in_rows(row, dt), A, dt_bias)
-    dx, dB, dC = split_xBC(dconvolved, h, n)
-    x, B, C = split_xBC(convolved, h, n)
+    (dx, dB, dC), (x, B, C) = (split_xBC(v, len(norm_weight), len(A)) for v in (dconvolved, convolved))
     dssm, dA, dD, ddt_bias = scan_backward(
-        dx, ddt, dB, dC, dy.unflatten(-1, (h, -1)), dstates, x, steps, B, C, D, ssm, states, row)
+        dx, ddt, dB, dC, dy.unflatten(-1, (len(A), -1)), dstates, x, steps, B, C, D, ssm, states, row)
     dssm = proj.new_empty(0) if ssm is None else dssm.contiguous()
 
     # The convolution.

@@ -202,9 +202,8 @@ def forward_kernel(x, steps, B, C, D, s0, y, l, h, sxr, sxl, sxh, sBr, sBl, sCr,
 
 
 @triton.jit
-def walk_kernel(x, steps, B, s0, states, final, l, h,
-                sxr, sxl, sxh, sBr, sBl, rows, ssb, ssr, ssh,
-                n: tl.constexpr, p: tl.constexpr, q: tl.constexpr, ADJOINT: tl.constexpr):
+def walk_kernel(x, steps, B, s0, states, final, l, h, sxr, sxl, sxh, sBr, sBl, rows, ssb, ssr, ssh, n: tl.constexpr,
+                p: tl.constexpr, q: tl.constexpr, ADJOINT: tl.constexpr):
     """
     The states without y. One program: one (row, head). `states` (r, chunks, h, n, p) gets the state before each chunk,
     `final` (r, h, p, n) the state at the end; each may be None.
@@ -256,9 +255,8 @@ def walk_kernel(x, steps, B, s0, states, final, l, h,
 # on Hopper).
 
 @triton.jit
-def after_kernel(x, steps, B, C, D, dy, G, dx, sums, kvs, dB, l, h,
-                 sxr, sxl, sxh, sBr, sBl, sCr, sCl, syr, syl, syh, sdxr, sdxl, sdxh, sdBr, sdBl,
-                 n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
+def after_kernel(x, steps, B, C, D, dy, G, dx, sums, kvs, dB, l, h, sxr, sxl, sxh, sBr, sBl, sCr, sCl, syr, syl,
+                 syh, sdxr, sdxl, sdxh, sdBr, sdBl, n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
     """
     dx and dB of one chunk. `sums` (5, r chunks, h, q) gets four of the five values of each position that decays_kernel
     needs (before_kernel adds sums[4]):
@@ -304,8 +302,7 @@ def after_kernel(x, steps, B, C, D, dy, G, dx, sums, kvs, dB, l, h,
         log_L = a[None, :] - (a - tl.log2(dtq))[:, None]
         L = tl.exp2(tl.where(j[:, None] <= j[None, :], log_L, float("-inf")))  # (j, i): L_ij dt_j
         u = dot((cb * L).to(xq.dtype), dyq) - gb  # (q, p): dt_j u_j
-        store2(dx + row * sdxr + first * sdxl + head * sdxh, step, ok, sdxl, kp,
-               u + dyq.to(tl.float32) * d_head)
+        store2(dx + row * sdxr + first * sdxl + head * sdxh, step, ok, sdxl, kp, u + dyq.to(tl.float32) * d_head)
         L *= dot(xq, tl.trans(dyq))  # now L_ij dt_j dy_i.x_j
         kv += L
         L *= cb  # now V_ij dt_j
@@ -318,8 +315,7 @@ def after_kernel(x, steps, B, C, D, dy, G, dx, sums, kvs, dB, l, h,
 
 
 @triton.jit
-def before_kernel(steps, B, C, dy, S, G, reads, tail, kvs, dC, l, h,
-                  sBr, sBl, sCr, sCl, syr, syl, syh, sdCr, sdCl,
+def before_kernel(steps, B, C, dy, S, G, reads, tail, kvs, dC, l, h, sBr, sBl, sCr, sCl, syr, syl, syh, sdCr, sdCl,
                   n: tl.constexpr, p: tl.constexpr, q: tl.constexpr):
     """
     dC of one chunk, and for decays_kernel:
@@ -348,8 +344,7 @@ def before_kernel(steps, B, C, dy, S, G, reads, tail, kvs, dC, l, h,
 
 
 @triton.jit
-def decays_kernel(sums, tail, steps, A, ddt, dA, dD, dbias, l, h, sdr, sdl, sdh,
-                  q: tl.constexpr, H: tl.constexpr):
+def decays_kernel(sums, tail, steps, A, ddt, dA, dD, dbias, l, h, sdr, sdl, sdh, q: tl.constexpr, H: tl.constexpr):
     """
     ddt of one chunk, the gradient of the argument of softplus, and the chunk's parts of dA, dD and dbias, each
     (r chunks, h).
@@ -428,18 +423,16 @@ def walk(x, steps, B, s0=None, states=None, final=None, q=None, adjoint=False):
     """Runs walk_kernel, see its docstring, for x (r, l, h, p) and B (r, l, n). q: the chunk length, if `states` must be
     those of another kernel's chunks."""
     (r, l, h, p), how = x.shape, settings("walk", x, x.shape[1]) | (dict(q=q) if q else {})
-    walk_kernel[(r * h,)](
-        x, steps.of(how["q"]), B, s0, states, final, l, h, *strides(x, 3), *strides(B, 2),
-        *state_view(s0), n=B.shape[-1], p=p, ADJOINT=adjoint, **how)
+    walk_kernel[r * h,](x, steps.of(how["q"]), B, s0, states, final, l, h, *strides(x, 3), *strides(B, 2),
+                        *state_view(s0), n=B.shape[-1], p=p, ADJOINT=adjoint, **how)
 
 
 def rows_forward(x, steps, B, C, D, s0):
     """Scans r rows: x (r, l, h, p); steps: StepSizes; B, C (r, l, n); D (h,); s0 in a form of `state_view`, None for
     zeros. -> y (r, l, h, p) in the dtype of x"""
     (r, l, h, p), how, y = x.shape, settings("forward", x, x.shape[1]), x.new_empty(x.shape)
-    forward_kernel[(r * h,)](
-        x, steps.of(how["q"]), B, C, D, s0, y, l, h, *strides(x, 3), *strides(B, 2), *strides(C, 2), *state_view(s0),
-        n=B.shape[-1], p=p, **how)
+    forward_kernel[r * h,](x, steps.of(how["q"]), B, C, D, s0, y, l, h, *strides(x, 3), *strides(B, 2),
+                           *strides(C, 2), *state_view(s0), n=B.shape[-1], p=p, **how)
     return y
 
 
@@ -456,12 +449,10 @@ def rows_backward(dx, ddt, dB, dC, ds0, dy, x, steps, B, C, D, s0, dfinal=None):
     dA, dD, dbias, tail = D.new_empty(4, r * chunks, h)
     sums, kvs = D.new_empty(5, r * chunks, h, q), x.new_empty(r * chunks, q, q)
     after_kernel[r * chunks,](
-        x, steps.of(q), B, C, D, dy, G, dx, sums, kvs, dB, l, h, *strides(x, 3), *strides(B, 2),
-        *strides(C, 2), *strides(dy, 3), *strides(dx, 3), *strides(dB, 2), n=n, p=p,
-        **settings("after", x, l))
-    before_kernel[r * chunks,](
-        steps.of(q), B, C, dy, S, G, sums[4], tail, kvs, dC, l, h, *strides(B, 2), *strides(C, 2),
-        *strides(dy, 3), *strides(dC, 2), n=n, p=p, **settings("before", x, l))
+        x, steps.of(q), B, C, D, dy, G, dx, sums, kvs, dB, l, h, *strides(x, 3), *strides(B, 2), *strides(C, 2),
+        *strides(dy, 3), *strides(dx, 3), *strides(dB, 2), n=n, p=p, **settings("after", x, l))
+    before_kernel[r * chunks,](steps.of(q), B, C, dy, S, G, sums[4], tail, kvs, dC, l, h, *strides(B, 2),
+                               *strides(C, 2), *strides(dy, 3), *strides(dC, 2), n=n, p=p, **settings("before", x, l))
     decays_kernel[r * chunks,](
         sums, tail, steps.of(q), steps.A, ddt, dA, dD, dbias, l, h, *ddt.stride(), q=q, H=triton.next_power_of_2(h))
     return dA.sum(0), dD.sum(0), dbias.sum(0)
@@ -478,8 +469,7 @@ def rows_backward(dx, ddt, dB, dC, ds0, dy, x, steps, B, C, D, s0, dfinal=None):
 # returned states, and local_i is the gradient of the state at the start of row i that comes from the outputs of row i.
 
 @triton.jit
-def pass_kernel(local, log_decay, first, dstates, states, c, h, e, E: tl.constexpr,
-                BACK: tl.constexpr):
+def pass_kernel(local, log_decay, first, dstates, states, c, h, e, E: tl.constexpr, BACK: tl.constexpr):
     """The recurrence above: writes S or, with BACK, G into `states`. One program: E elements of the states of one
     (sequence, head); elements are independent of each other. `first` is `initial`; first and dstates may be None."""
     b, head = (tl.program_id(0) // h).to(tl.int64), tl.program_id(0) % h
@@ -521,23 +511,17 @@ def in_rows(row, *tensors):
     return tuple(v.unflatten(1, (-1, row)).flatten(0, 1) for v in tensors)
 
 
-def row_states(x, steps, B, s0, row):
-    """-> the states before every row and at the end (b, s / row + 1, h, p, n), starting from s0, or from zeros if it
-    is None. steps: the StepSizes of all rows"""
-    (b, s, h, p), n = x.shape, B.shape[-1]
-    local = x.new_empty(b, s // row, h, p, n, dtype=torch.float32)
-    walk(*in_rows(row, x), steps, *in_rows(row, B), final=local)
-    return pass_states(local, steps.log_decays(x), s0)
-
-
 def scan_forward(x, steps, B, C, D, s0, row, want_states):
-    """-> y (b, s, h, p), and the states that `row_states` gives; an empty tensor if they are not wanted and there is one
-    row"""
+    """steps: the StepSizes of all rows. s0: None for zeros. -> y (b, s, h, p), and the states before every row and at the
+    end (b, s / row + 1, h, p, n); an empty tensor if they are not wanted and there is one row"""
+    ((b, s, h, p), n), (xs, Bs, Cs) = (x.shape, B.shape[-1]), in_rows(row, x, B, C)
     states, start = x.new_empty(0, dtype=torch.float32), s0
-    if want_states or row < x.shape[1]:
-        states = row_states(x, steps, B, s0, row)
+    if want_states or row < s:
+        local = x.new_empty(b, s // row, h, p, n, dtype=torch.float32)
+        walk(xs, steps, Bs, final=local)
+        states = pass_states(local, steps.log_decays(x), s0)
         start = states[:, :-1]
-    return rows_forward(*in_rows(row, x), steps, *in_rows(row, B, C), D, start).view(x.shape), states
+    return rows_forward(xs, steps, Bs, Cs, D, start).view(x.shape), states
 
 
 def scan_backward(dx, ddt, dB, dC, dy, dstates, x, steps, B, C, D, s0, states, row):
@@ -553,8 +537,7 @@ def scan_backward(dx, ddt, dB, dC, dy, dstates, x, steps, B, C, D, s0, states, r
     walk(dys, steps, Cs, final=local, adjoint=True)
     G = pass_states(local, steps.log_decays(x), None, dstates, back=True)
     del local
-    return G[:, 0], *rows_backward(
-        *grads, None, dys, xs, steps, Bs, Cs, D, states[:, :-1], G[:, 1:])
+    return G[:, 0], *rows_backward(*grads, None, dys, xs, steps, Bs, Cs, D, states[:, :-1], G[:, 1:])
 
 
 def fake_outputs(x, dt, A, B, C, D, s0, row, want_states):

@@ -21,9 +21,8 @@ def column(u, k):
 
 
 @triton.jit
-def block_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, l, h, sxr, sxl, sxw, sxh, sdr, sdl, sdw, sdh,
-                 szr, szl, szw, szh, ssr, ssh, finished,
-                 n: tl.constexpr, p: tl.constexpr, q: tl.constexpr, T: tl.constexpr):
+def block_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, l, h, sxr, sxl, sxw, sxh, sdr, sdl, sdw, sdh, szr, szl,
+                 szw, szh, ssr, ssh, finished, n: tl.constexpr, p: tl.constexpr, q: tl.constexpr, T: tl.constexpr):
     """
     The scan of one block in each row, for generation: y silu(z), and in `power` its mean square over p, from which the
     RMS norm after the scan is computed. dt is the value before bias and softplus. Way 0 is the forward scan, from s0.

@@ -31,15 +31,8 @@ SHARE, TILE = 512, 256  # gumbel_argmax: pairs of logits per program, and per it
 # channels, so two sums share one reduction.
 
 @triton.jit
-def sums(x, y):
-    """The sums of x and of y, in one reduction."""
-    return tl.reduce((x, y), 0, add_pairs)
-
-
-@triton.jit
-def add_norm_kernel(h, parts, power, bias, weight, shift, out, normed, tokens, eps,
-                    d: tl.constexpr, P: tl.constexpr, heads: tl.constexpr, D: tl.constexpr,
-                    H: tl.constexpr):
+def add_norm_kernel(h, parts, power, bias, weight, shift, out, normed, tokens, eps, d: tl.constexpr,
+                    P: tl.constexpr, heads: tl.constexpr, D: tl.constexpr, H: tl.constexpr):
     """One token. d channels are padded to D and heads to H, both powers of two."""
     token, k = tl.program_id(0).to(tl.int64), tl.arange(0, D)
     ok = k < d
@@ -51,15 +44,15 @@ def add_norm_kernel(h, parts, power, bias, weight, shift, out, normed, tokens, e
     if power is not None:
         head = tl.arange(0, H)
         at = power + token * 2 * heads + head
-        forward, reverse = sums(tl.load(at, mask=head < heads, other=0.0),
-                                tl.load(at + heads, mask=head < heads, other=0.0))
+        forward, reverse = tl.load(at, mask=head < heads, other=0.0), tl.load(at + heads, mask=head < heads, other=0.0)
+        forward, reverse = tl.reduce((forward, reverse), 0, add_pairs)
     for i in tl.static_range(P):
         u = tl.load(parts + (token + i * tokens) * d + k, mask=ok, other=0.0).to(tl.float32)
         if power is not None:
             u *= tl.rsqrt((forward if 2 * i < P else reverse) / heads + eps)
         x += u
     tl.store(out + token * d + k, x.to(out.dtype.element_ty), mask=ok)
-    total, squares = sums(x, x * x)
+    total, squares = tl.reduce((x, x * x), 0, add_pairs)
     mean = total / d  # E[x^2] - mean^2 is precise enough in fp32 unless the variance is below 1e-6 mean^2
     y = (x - mean) * tl.rsqrt(tl.maximum(squares / d - mean * mean, 0.0) + eps) * w + b
     tl.store(normed + token * d + k, y.to(normed.dtype.element_ty), mask=ok)
@@ -75,9 +68,8 @@ def add_norm(h, parts, power, bias, weight, shift):
     out, normed, d = torch.empty_like(h), torch.empty_like(h), h.shape[-1]
     tokens = h.numel() // d
     add_norm_kernel[tokens,](
-        h, parts, power, bias, weight, shift, out, normed, tokens, EPS, d=d,
-        P=P, heads=heads, D=triton.next_power_of_2(d), H=triton.next_power_of_2(heads),
-        num_warps=8 if tokens <= FEW else 4)
+        h, parts, power, bias, weight, shift, out, normed, tokens, EPS, d=d, P=P, heads=heads,
+        D=triton.next_power_of_2(d), H=triton.next_power_of_2(heads), num_warps=8 if tokens <= FEW else 4)
     return out, normed
 
 
@@ -212,9 +204,8 @@ def gumbel_argmax(logits, positions, seed, step, begin):
     half, rows = triton.cdiv(v, 2), rowwise(logits).reshape(-1, v)
     value = rows.new_empty(len(rows), triton.cdiv(half, SHARE), dtype=torch.float64)
     index = torch.empty_like(value, dtype=torch.long)
-    gumbel_argmax_kernel[value.shape](
-        rows, positions.contiguous(), seed, step, begin, value, index, m, v, half, rows.stride(0),
-        SHARE=SHARE, TILE=TILE, num_warps=4)
+    gumbel_argmax_kernel[value.shape](rows, positions.contiguous(), seed, step, begin, value, index, m, v, half,
+                                      rows.stride(0), SHARE=SHARE, TILE=TILE, num_warps=4)
     out = torch.empty_like(positions)
     best_kernel[out.numel(),](value, index, out, value.shape[1], v, S=triton.next_power_of_2(value.shape[1]))
     return out
@@ -225,5 +216,4 @@ def unmask_and_advance(xt, positions, drawn, mask_id, permutation, step):
     contiguous. Writes into xt, positions and step."""
     tensors, p = (xt, positions, drawn, permutation, step), positions.shape[1]
     assert all(u.is_contiguous() for u in tensors) and drawn.shape == positions.shape
-    unmask_kernel[len(xt),](
-        *tensors, mask_id, xt.shape[1], p, P=triton.next_power_of_2(p))
+    unmask_kernel[len(xt),](*tensors, mask_id, xt.shape[1], p, P=triton.next_power_of_2(p))

@@ -8,22 +8,23 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import triton
 import triton.language as tl
+from triton import AsyncCompileMode, JITFunction
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(u) = exp2(u log2 e); the GPU has exp2 in hardware
 
 
 def compile_first(run):
     """Compiles all kernels that run() launches, many at a time. None of them runs, so what run() computes is garbage."""
-    launch = triton.JITFunction.run
+    launch = JITFunction.run
 
     def compile_only(kernel, *args, grid, warmup, **options):
         launch(kernel, *args, grid=grid, warmup=True, **options)
-    triton.JITFunction.run = compile_only
+    JITFunction.run = compile_only
     try:
-        with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
+        with ThreadPoolExecutor() as pool, AsyncCompileMode(pool):
             run()
     finally:
-        triton.JITFunction.run = launch
+        JITFunction.run = launch
 
 
 @triton.jit

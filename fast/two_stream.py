@@ -12,6 +12,7 @@ import importlib.metadata
 import warnings
 
 import torch
+import torch._inductor.runtime.triton_compat                    # fails where torch.compile could not use Triton
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.torch_version import TorchVersion
@@ -25,16 +26,26 @@ LEAST_FLASH = "4.0.0b36"
 # By default, head dimensions 52 and 56 would get tiles of 64 queries, which take a quarter longer.
 TRITON = dict(fwd_BLOCK_M=128, fwd_BLOCK_N=64)
 flex = torch.compile(flex_attention, dynamic=False)
+cross_entropy_tile = torch.compile(ops.cross_entropy_tile.plain)    # it is not attention, but needs torch.compile too
 warnings.filterwarnings("ignore", message=".*aux_data.*")       # FlashAttention-4 warns when first used
 
 
-def has_flash():
-    """Whether flash-attn-4 is installed, in version LEAST_FLASH or later. A test of the module would not do: flash-attn
-    2 has a flash_attn.cute too."""
+@functools.lru_cache(maxsize=1)
+def no_flash():
+    """Why flash-attn-4 cannot run, or "" if it can. Imports what FlexAttention does, as a package or cutlass may lack a
+    part. The version is asked first: flash-attn 2 has a flash_attn.cute too."""
     try:
-        return TorchVersion(importlib.metadata.version("flash-attn-4")) >= LEAST_FLASH     # parses any version
+        version = importlib.metadata.version("flash-attn-4")
     except importlib.metadata.PackageNotFoundError:
-        return False
+        return "faster"
+    if TorchVersion(version) < LEAST_FLASH:             # parses any version
+        return f"flash-attn-4 {version} is too old"
+    try:
+        for name in ("flash_attn.cute.interface", "cutlass.cute.runtime", "cutlass._mlir.dialects.math"):
+            importlib.import_module(name)
+    except Exception as error:                          # a broken package fails in many ways
+        return f"flash-attn-4 cannot be imported, {type(error).__name__}: {error}".partition("\n")[0]
+    return ""
 
 
 def hopper(device):
@@ -47,7 +58,7 @@ def two_stream_masks(s, block_len, device):
     """Returns (mask of all queries, mask of noisy queries, whether FlashAttention-4 may run). The masks are BlockMasks,
     or None for a single block."""
     masks = (None, None) if s == block_len else block_masks(s, block_len, device)
-    return *masks, block_len % TILE == 0 and has_flash() and hopper(device)
+    return *masks, block_len % TILE == 0 and hopper(device) and not no_flash()
 
 
 @functools.lru_cache(maxsize=8)

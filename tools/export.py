@@ -16,7 +16,6 @@ import shlex
 import sys
 from pathlib import Path
 
-import safetensors.torch
 import torch
 
 from checkpoint import CARD, CONFIG, WEIGHTS, find_checkpoint, load_model
@@ -31,11 +30,12 @@ dtype = "float32"                       # or bfloat16: half the size
 def export(checkpoint, to, dtype="float32"):
     """Writes the weights of a checkpoint, or of another export, into the folder `to`. dtype: "float32" or "bfloat16".
     Raises UserError, also if the folder has such files already."""
+    from safetensors.torch import save
     if held := [name for name in (WEIGHTS, CONFIG, CARD) if os.path.lexists(os.path.join(to, name))]:
         raise UserError(f"{to} holds {held[0]} already, which would be lost; name another folder with --to")
     model, record = load_model(find_checkpoint(checkpoint), needed=("tokenizer", "step"))
     cast_for_inference(model, getattr(torch, dtype))
-    weights = safetensors.torch.save(model.state_dict(), metadata=dict(format="pt"))  # the bytes of the file
+    weights = save(model.state_dict(), metadata=dict(format="pt"))                    # the bytes of the file
     settings = {k: v for k, v in record.get("settings", {}).items() if k in ("data", "learning_rate")}
     config = dict(format="nanobdlm-1", config=dataclasses.asdict(model.config), dtype=dtype, step=record["step"],
                   tokenizer=record["tokenizer"], settings=settings, sha256=hashlib.sha256(weights).hexdigest())

@@ -357,12 +357,12 @@ def hub_sources(name, out, local):
         held = [path.relative_to(local).as_posix() for path in Path(local).rglob("*") if path.is_file()]
         fetch, revision = functools.partial(Path, local), "a local copy"
     else:
-        import huggingface_hub as hub
-        revision = from_hub(repo, hub.HfApi().dataset_info, revision=revision).sha
+        from huggingface_hub import HfApi, hf_hub_download
+        revision = from_hub(repo, HfApi().dataset_info, revision=revision).sha
         where = dict(repo_type="dataset", revision=revision)
-        held = from_hub(repo, hub.HfApi().list_repo_files, **where)
+        held = from_hub(repo, HfApi().list_repo_files, **where)
         where["local_dir"] = Path(out, "parts", "download")
-        fetch = lambda file: Path(from_hub(repo, hub.hf_hub_download, file, **where))
+        fetch = lambda file: Path(from_hub(repo, hf_hub_download, file, **where))
     names = sorted(file for file in held if re.fullmatch(wanted, file))
     if not names:
         raise UserError(f"{local or repo} holds no file that matches {wanted}; it holds {sorted(held)[:5]}")

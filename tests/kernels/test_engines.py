@@ -1,6 +1,9 @@
 """The fast engines on a CPU, where plain twins of their kernels run: prepared weights, the fused commit, and what
 happens without CUDA graphs."""
 import functools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,7 +18,20 @@ from configurator import UserError  # noqa: E402
 from decoders import select  # noqa: E402
 from fast import engine as fast_engine, inference, plain  # noqa: E402
 from fast.inference import inference_model  # noqa: E402
+from parallel import ROOT  # noqa: E402
 from sample import generate, open_engine  # noqa: E402
+
+
+def test_a_triton_that_lacks_a_part_is_named_and_plain_operations_run(tmp_path):
+    """In a process of its own: this one may have imported Triton."""
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("")
+    code = "import fast, ops, parallel; print(fast.select('cuda'), ops.FAST); print(parallel.compile_layers(None))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT,
+                         env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    kernels, layers = run.stdout.splitlines()
+    assert kernels == "kernels: plain (no Triton: ModuleNotFoundError: No module named 'triton.language') {}"
+    assert layers.startswith("nothing is compiled, which is slow: torch cannot use Triton (") and "`pip check`" in layers
 
 
 def test_without_cuda_graphs_the_same_steps_run_and_the_reason_is_printed_once(monkeypatch, capsys):

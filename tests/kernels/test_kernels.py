@@ -2,6 +2,7 @@
 Triton's interpreter, which conftest.py has chosen."""
 import copy
 import inspect
+import sys
 
 import pytest
 import torch
@@ -180,7 +181,7 @@ def test_flash_attention_4_runs_where_it_can(monkeypatch, changed, backend):
         assert scale == e ** -0.5
         return q
     monkeypatch.setattr(two_stream, "flex", flex)
-    monkeypatch.setattr(two_stream, "has_flash", lambda: case["installed"])
+    monkeypatch.setattr(two_stream, "no_flash", lambda: "" if case["installed"] else "faster")
     monkeypatch.setattr(two_stream, "block_masks", lambda *args: ("both", "noisy"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case["capability"])
     if backend == "plain":
@@ -196,21 +197,28 @@ def test_flash_attention_4_runs_where_it_can(monkeypatch, changed, backend):
         assert calls[1][2] == (None if case["blocks"] == 1 else "noisy")
 
 
-@pytest.mark.parametrize("installed, capability, end", [
-    (True, (9, 0), "attention flash-attn-4"), (True, (8, 0), "attention flex"), (True, (10, 0), "attention flex"),
-    (False, (9, 0), "attention flex (faster: pip install -r requirements-gpu.txt)"), (False, (8, 6), "attention flex")])
-def test_the_start_line_names_the_attention_and_what_is_missing(monkeypatch, installed, capability, end):
+@pytest.mark.parametrize("version, broken, capability, end", [
+    ("4.0.0b36", "", (9, 0), "attention flash-attn-4"), ("4.1.0b1", "", (9, 0), "attention flash-attn-4"),
+    ("4.0.0b36", "", (8, 0), "attention flex"), ("4.0.0b36", "", (10, 0), "attention flex"),
+    (None, "", (9, 0), "attention flex (faster: pip install -r requirements-gpu.txt)"),
+    ("4.0.0b9", "", (9, 0), "attention flex (flash-attn-4 4.0.0b9 is too old: pip install -r requirements-gpu.txt)"),
+    *(("4.0.0b36", part, (9, 0), f"attention flex (flash-attn-4 cannot be imported, ModuleNotFoundError: import of {part} "
+       "halted; None in sys.modules: pip install -r requirements-gpu.txt)") for part in (
+           "flash_attn.cute.interface", "cutlass.cute.runtime"))])
+def test_the_start_line_names_the_attention_and_what_is_missing(monkeypatch, version, broken, capability, end):
+    """With stand-ins of flash-attn-4 and cutlass, of which one may lack a part."""
+    def version_of(name):
+        if version is None:
+            raise two_stream.importlib.metadata.PackageNotFoundError
+        return version
+    for name in ("flash_attn.cute.interface", "cutlass.cute.runtime", "cutlass._mlir.dialects.math"):
+        monkeypatch.setitem(sys.modules, name, None if name == broken else sys)
     monkeypatch.setattr(ops, "FAST", {})
-    monkeypatch.setattr(two_stream, "has_flash", lambda: installed)
+    monkeypatch.setattr(two_stream.importlib.metadata, "version", version_of)
+    monkeypatch.setattr(two_stream, "no_flash", two_stream.no_flash.__wrapped__)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert fast.select("cuda").endswith(end)
-
-
-@pytest.mark.parametrize("version, runs", [
-    ("4.0.0b36", True), ("4.0.0", True), ("4.1.0b1", True), ("4.0.0b35", False), ("4.0.0b9", False)])
-def test_versions_of_flash_attention_4_with_wrong_gradients_do_not_run(monkeypatch, version, runs):
-    monkeypatch.setattr(two_stream.importlib.metadata, "version", lambda name: version)
-    assert two_stream.has_flash() == runs
+    assert fast.select("cuda") == "kernels: Triton; " + end
+    assert two_stream.two_stream_masks(256, 256, "cuda")[2] == end.endswith("flash-attn-4")
 
 
 def attention_inputs(lengths, l, d, dtype=torch.float32, h=2, m=None, cap=None, pad=0, caches=None, sharp=1):

@@ -52,7 +52,16 @@ def test_it_asks_for_a_gpu_and_for_the_package(monkeypatch):
     mamba_ssm.library.cache_clear()
     with pytest.raises(UserError, match="needs the package mamba-ssm .*pip install --no-deps"):
         select_kernels("mamba_ssm", "cuda")
+    package = types.ModuleType("ssd_combined")           # of another version
+    monkeypatch.setitem(sys.modules, "mamba_ssm.ops.triton.ssd_combined", package)
+    with pytest.raises(UserError, match="AttributeError: module 'ssd_combined' has no attribute"):
+        select_kernels("mamba_ssm", "cuda")
     assert ops.FAST == {}
+    package.chunk_state = package.state_passing = package.mamba_chunk_scan_combined = None
+    monkeypatch.setitem(sys.modules, "causal_conv1d", types.ModuleType("causal_conv1d"))       # of another version
+    line = select_kernels("mamba_ssm", "cuda")
+    assert "mamba-ssm; the rest plain (no causal-conv1d: ImportError: cannot import" in line and [*ops.FAST] == ["ssd_scan"]
+    mamba_ssm.library.cache_clear()
 
 
 def test_the_convolution_is_given_what_the_package_documents(monkeypatch):

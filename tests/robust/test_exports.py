@@ -87,3 +87,6 @@ def test_a_model_of_the_hub_is_an_export_that_is_fetched_first(exported, monkeyp
     assert asked == [("owner/my.name-1", revision, sorted([WEIGHTS, CONFIG, CARD])) for revision in (None, "refs/pr/1")]
     with pytest.raises(UserError, match=r"hf://owner/none cannot be downloaded \(ConnectionError\): check the name"):
         find_checkpoint("hf://owner/none")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.ModuleType("huggingface_hub"))   # of another version
+    with pytest.raises(ImportError, match="cannot import name 'snapshot_download'"):           # see configurator.script
+        find_checkpoint("hf://owner/none")
