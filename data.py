@@ -38,8 +38,7 @@ def get_tokenizer(name):
     """The tokenizer "bytes" or "gpt2" as a tiktoken.Encoding; its last id is the mask.
 
     bytes: 256 byte values, <|endoftext|> 256, <|mask|> 257. gpt2: GPT-2's ids, <|mask|> 50257.
-    Raises UserError for another name, for a tokenizer without all bytes, and if GPT-2's files are neither cached nor
-    reachable.
+    Raises UserError for another name, and if GPT-2's files are neither cached nor reachable.
     """
     if name not in VOCABULARY:
         raise UserError(f"there is no tokenizer {name!r}: choose {' or '.join(VOCABULARY)}")
@@ -53,8 +52,6 @@ def get_tokenizer(name):
                             "TIKTOKEN_CACHE_DIR to a folder in which tiktoken has cached them, or prepare text with "
                             "--tokenizer bytes, which needs none") from None
         pattern, ranks, special = base._pat_str, base._mergeable_ranks, base._special_tokens
-    if lacking := {bytes([i]) for i in range(256)} - ranks.keys():          # tiktoken would panic at such a byte
-        raise UserError(f"tokenizer {name} has no token for the byte {min(lacking)}: give it one for each of the 256")
     special = {**special, "<|mask|>": VOCABULARY[name] - 1}
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special,
                              explicit_n_vocab=VOCABULARY[name])             # asserts that this is their number
@@ -74,12 +71,8 @@ def encode(tokenizer, text):
     The text "<|endoftext|>" in a document is ordinary text, not the special token. Lone surrogates,
     which JSON can express but UTF-8 cannot, become U+FFFD.
     """
-    try:
-        utf8 = text.encode()
-    except UnicodeEncodeError:
-        text = re.sub("[\ud800-\udfff]", "\ufffd", text)
-        utf8 = text.encode()
-    is_bytes = tokenizer.name == "bytes"
+    text = re.sub("[\ud800-\udfff]", "\ufffd", text)
+    utf8, is_bytes = text.encode(), tokenizer.name == "bytes"
     ids = np.frombuffer(utf8, np.uint8) if is_bytes else tokenizer.encode_to_numpy(text, disallowed_special=())
     return np.concatenate([ids, [tokenizer.eot_token]], dtype="<u2", casting="unsafe"), len(utf8)
 
@@ -99,14 +92,11 @@ def prepare_stdlib(out="data/stdlib", root=None):
     A file's split depends on its relative path alone. Tests, installed packages and generated
     tables are left out. Empty and unreadable files are skipped; meta.json counts the unreadable ones.
     The folder is complete when it appears. An existing one is kept. Returns the content of meta.json.
-    Raises UserError if `out` holds something else, or if a split gets no file.
+    Raises OSError if `out` holds something else, and UserError if a split gets no file.
     """
     out, root = Path(out), Path(root or sysconfig.get_path("stdlib"))
     if (out / "meta.json").exists():
         return read_meta(out)
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"{out} is not empty, and this command did not make it: choose another --out (of train.py: "
-                        f"--data)")
 
     documents, splits, skipped = {"train": [], "val": []}, {}, 0
     for name in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):

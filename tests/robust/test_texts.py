@@ -4,7 +4,6 @@ import os
 import random
 import shutil
 import subprocess
-import types
 from pathlib import Path
 
 import pytest
@@ -34,14 +33,12 @@ def test_a_damaged_folder_is_refused(tmp_path, case):
         data.TokenData(folder, "train", "bytes").sequences(16)
 
 
-def test_gpt2_without_its_files_and_a_tokenizer_without_all_bytes_are_one_sentence(monkeypatch):
+def test_gpt2_without_its_files_is_one_sentence(monkeypatch):
     def unreachable(name):
         raise ConnectionError("no route to host")
-    dna = types.SimpleNamespace(_pat_str=".", _mergeable_ranks={b"A": 0}, _special_tokens={"<|endoftext|>": 1})
-    for found, message in (unreachable, "TIKTOKEN_CACHE_DIR .*--tokenizer bytes"), (lambda name: dna, "byte b'.x00'"):
-        monkeypatch.setattr(data.tiktoken, "get_encoding", found)
-        with pytest.raises(UserError, match=message):
-            data.get_tokenizer.__wrapped__("gpt2")
+    monkeypatch.setattr(data.tiktoken, "get_encoding", unreachable)
+    with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR .*--tokenizer bytes"):
+        data.get_tokenizer.__wrapped__("gpt2")
 
 
 GOOD = dict(text="good")
@@ -101,7 +98,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path, command):
         (theirs / name).parent.mkdir(parents=True, exist_ok=True)
         (theirs / name).write_text("kept")
         status, _, error = script("data.py", *command, "--out", theirs)
-        assert status == 1 and "not empty" in error and "choose another --out" in error and "remove" not in error
+        assert status == 1 and "not empty" in error and "remove" not in error
         assert [path for path in theirs.rglob("*") if path.is_file()] == [theirs / name]
         assert (theirs / name).read_text() == "kept"
         (theirs / name).unlink()
