@@ -5,12 +5,10 @@ Labels such as tab:arch-87m are those of the paper's LaTeX source.
     python paper.py                 compares parameter counts with PARAMS; so does python model.py
     python bench.py train           compares throughput with TRAIN; `sample` with SAMPLE
 """
-from pathlib import Path
-
 import torch
 
 from checkpoint import config_from_file
-from configurator import script
+from configurator import ROOT, script
 from model import BlockDiffusionLM
 
 MODELS = {                              # prefix of the config file: (name, colour) in every figure
@@ -33,8 +31,7 @@ RESULTS = {
     "bdlm_attention_87m": dict(lr=4e-3, c4=(76.46, 1.37, 11.29), paloma=(70.81, 1.34, 11.43), mcqa=36.31),
     "mamba_h_87m": dict(lr=8e-3, c4=(61.59, 1.30, 11.92), paloma=(58.48, 1.28, 11.99), mcqa=35.58),
     "bdlm_attention_350m": dict(lr=1.23e-3, c4=(36.97, 1.14, None), paloma=(36.14, 1.13, None), mcqa=41.28),
-    "mamba_h_350m": dict(lr=2.65e-3, c4=(38.24, 1.15, None), paloma=(36.81, 1.13, None), mcqa=43.29),
-}
+    "mamba_h_350m": dict(lr=2.65e-3, c4=(38.24, 1.15, None), paloma=(36.81, 1.13, None), mcqa=43.29)}
 
 # tab:training-throughput-8k: tokens/s of the 350M models on eight A100s together, in the order of MODELS.
 TRAIN = dict(zip(MODELS, [229_957, 223_825, 151_976, 166_849]))
@@ -66,16 +63,14 @@ def transfer_lr(small_lr, width, depth, batch, tokens):
 
 def count_parameters():
     """Prints a line for each file in config/: its shape, the number of its parameters, and what the paper says."""
-    print(f"{'config':<24}{'width':>6}{'layers':>7}{'heads':>6}{'state':>6}{'block':>6}"
-          f"{'parameters':>14}{'paper':>10}")
-    for path in sorted(Path(__file__).resolve().parent.glob("config/*.py")):
-        c = config_from_file(str(path))
+    columns = "{:<24}{:>6}{:>7}{:>6}{:>6}{:>6}{:>14}{:>10}"
+    print(columns.format("config", "width", "layers", "heads", "state", "block", "parameters", "paper, M"))
+    for path in sorted(ROOT.glob("config/*.py")):
+        c, theirs = config_from_file(str(path)), PARAMS.get(path.stem, "-")
         with torch.device("meta"):                      # no memory for the weights, and no time to draw them
-            n_params = BlockDiffusionLM(c).n_params
+            ours = f"{BlockDiffusionLM(c).n_params:,}"
         state = c.d_state if c.hybrid else "-"
-        printed = f"{PARAMS[path.stem]:.2f}M" if path.stem in PARAMS else "-"
-        print(f"{path.stem:<24}{c.d_model:>6}{c.n_layer:>7}{c.n_head:>6}{state:>6}{c.block_len:>6}"
-              f"{n_params:>14,}{printed:>10}")
+        print(columns.format(path.stem, c.d_model, c.n_layer, c.n_head, state, c.block_len, ours, theirs))
 
 
 if __name__ == "__main__":
