@@ -38,8 +38,9 @@ def main():
     for row in rows:
         lines.setdefault((row["text"], row["model"], row["decoder"].partition(":")[0]), []).append(row)
     one_length = len({row["block_len"] for row in rows}) == 1
-    with picture(out, xscale="log", ylabel="bits per byte",
-                 xlabel="passes per block" if one_length else "tokens per pass") as ax:
+    with picture(out, ylabel="bits per byte", xlabel="passes per block" if one_length else "tokens per pass") as ax:
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_formatter("{x:g}")
         for (folder, model, rule), line in lines.items():
             x = [row["passes"] if one_length else row["block_len"] / row["passes"] for row in line]
             ax.errorbar(x, [row["bpb"] for row in line], [row["bpb_se"] for row in line], fmt="o-", ms=3, capsize=2,
