@@ -1,24 +1,25 @@
 """
-Block-diffusion language models. Two settings choose one of four architectures: attn_every (1: attention only, 6: a
-Mamba-2 hybrid) and block_len (seq_len: the whole sequence is one block). Equation labels are those of the source of
+Block-diffusion language models. A text is written block by block, from left to right, and a block by denoising: at
+first all its tokens are masks, and each step makes some of them known. Two settings choose one of four architectures:
+attn_every (1: attention only, 6: a Mamba-2 hybrid) and block_len (seq_len: the whole sequence is one block).
+
+  x0, xt, t       clean tokens; the same with some of them masked; the noise level: the probability of a mask
+  clean, noisy    the two streams of training. Every token is in both: clean, as later blocks see it, and noisy, as its
+                  own block sees it. Only masked tokens are scored
+  Cache           what later blocks need of finished ones: keys and values of attention, states of Mamba-2
+  extend          finished tokens go through a layer, read the cache and are added to it. `prefill` does that in all
+                  layers; `commit` is `prefill` of one block
+  denoise         a noisy block goes through a layer or the model, and reads the cache; it writes nothing
+  fwd, rev        the two scans of a Mamba layer, left to right and right to left; their outputs are summed
+  conv, ssm       where a scan continues: the last inputs of its convolution, and its recurrent state
+
+In shapes: b sequences of s tokens, n_blocks = s / l blocks of l tokens, d width, vocab size of the vocabulary, h heads,
+e the width of an attention head, p that of a Mamba head, n the size of a Mamba state, c channels and w width of its
+convolution, r rows of a scan, m any number of tokens or rows. In the layers u is a mixer's input and y its output;
+q, k, v are queries, keys and values; `stream` is the residual stream. Equation labels are those of the source of
 "Training Hybrid Block Diffusion Language Models with Partial Bidirectionality".
 
-  in the code            meaning                                          in the paper
-  x0, xt, t              clean tokens, noised tokens, noise level         b*, b_t, t
-  clean, noisy           the two streams; only noisy tokens are scored    c^(k), b~_t^(k)
-  extend                 finished tokens read the cache and are added     F_->(c), eq. boundary-state
-  denoise                one noisy block reads it, never writes           eq. partial-reverse
-  fwd, rev               the two scans of a Mamba layer, summed           F_->, F_<-, Eq. 11-13
-  conv, ssm              the two parts of a Mamba boundary state          s_k
-  Cache                  keys/values and boundary states of a prefix      C(c), eq. cacheable-layer
-
-In shapes: b sequences, s tokens of each, l tokens of a block, k = s / l blocks, d width, v vocabulary, h heads, e the
-width of an attention head, p that of a Mamba head, n the size of a Mamba state, c channels and w width of its
-convolution, r rows of a scan, m any number of tokens or rows. As variables of the layers, h is the residual stream, and
-q, k, v are queries, keys and values. `prefill` adds whole blocks of clean tokens to the cache: it calls every layer's
-`extend`. `commit` is `prefill` of one block.
-
-    python model.py                                   parameter counts of every config
+    python paper.py                                   parameter counts of every config
     python -m pytest tests/test_model.py              its tests
 """
 import dataclasses
@@ -62,14 +63,13 @@ class ModelConfig:
             # NaN is refused, too. A fork may have a field that is a text.
             if value is not False and not isinstance(value, str) and not 0 < value < math.inf:
                 raise UserError(f"{name} must be above 0 and finite, but is {value}")
-        # Rotation pairs the two halves of an attention head, so its width must be even. Attention-only models have no
-        # Mamba heads: `hybrid` is then 0, and 0 is a multiple of everything.
-        for multiple, value, of, divisor in (
-                ("seq_len", self.seq_len, "block_len", self.block_len),
-                ("d_model", self.d_model, "2 * n_head", 2 * self.n_head),
-                ("mamba_expand * d_model", self.hybrid * self.d_inner, "mamba_head_dim", self.mamba_head_dim)):
-            if value % divisor:
-                raise UserError(f"{multiple} is {value}, but must be a multiple of {of} = {divisor}")
+        if self.seq_len % self.block_len:
+            raise UserError(f"seq_len is {self.seq_len}, but must be a multiple of block_len = {self.block_len}")
+        if self.d_model % (2 * self.n_head):            # rotation pairs the two halves of a head
+            raise UserError(f"d_model is {self.d_model}, but must be a multiple of 2 * n_head = {2 * self.n_head}")
+        if self.hybrid and self.d_inner % self.mamba_head_dim:
+            raise UserError(f"mamba_expand * d_model is {self.d_inner}, but must be a multiple of mamba_head_dim = "
+                            f"{self.mamba_head_dim}")
 
     @property
     def hybrid(self):
@@ -92,7 +92,8 @@ class ModelConfig:
         return total if self.full_sequence else self.block_len
 
     def blocks_of(self, s):
-        """(k, l): s tokens are k diffusion blocks of l tokens. Raises UserError if they are not whole blocks."""
+        """(n_blocks, l): s tokens are n_blocks diffusion blocks of l tokens. Raises UserError unless they are whole
+        blocks."""
         l = self.block_of(s)
         if s == 0 or s % l:
             raise UserError(f"{s} tokens are not whole blocks of block_len {self.block_len}; choose a multiple of it")
@@ -102,7 +103,7 @@ class ModelConfig:
 @dataclasses.dataclass
 class Cache:
     """
-    The state of a clean prefix. Allocated once and written in place. `layers` has one entry for each layer:
+    What the model keeps of a clean prefix. Allocated once and written in place. `layers` has one entry for each layer:
       attention   (keys, values), each (b, h, max_len, e); keys are rotated
       Mamba-2     (conv (b, w - 1, c), ssm (b, h, p, n)), of constant size
     Nothing in it depends on t or on a noisy token. So each finished block is added once.
@@ -119,8 +120,7 @@ class Cache:
         return sum(part.numel() * part.element_size() for state in self.layers for part in state)
 
     def clear(self):
-        """Empties the cache in place, by zeros. Lengths need them, and Mamba states, since a scan starts from them.
-        Keys and values do not, but get them as well."""
+        """Empties the cache in place, by zeros."""
         for part in (self.lengths, *(part for state in self.layers for part in state)):
             part.zero_()
 
@@ -148,21 +148,21 @@ def rope_table(length, dim, theta, device, dtype):
     return torch.stack([angle.cos(), angle.sin()]).to(device, dtype)
 
 
-def rotate(x, cos, sin):
-    """Rotates x (..., s, e) by tables that broadcast to (..., s, e / 2). Channel i of the first half of a head is
-    paired with channel i of the second half."""
-    x1, x2 = x.chunk(2, -1)
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).to(x.dtype)
+def rotate(qk, cos, sin):
+    """Rotates queries or keys (..., s, e) by tables that broadcast to (..., s, e / 2). Channel i of the first half of a
+    head is paired with channel i of the second half."""
+    first, second = qk.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(qk.dtype)
 
 
-def modulate(x, shift, scale):
-    """Adaptive LayerNorm's modulation of a normalised x. shift None: no modulation."""
-    return x if shift is None else x * (1 + scale) + shift
+def modulate(normed, shift, scale):
+    """Adaptive LayerNorm's modulation of a normalised stream. shift None: no modulation."""
+    return normed if shift is None else normed * (1 + scale) + shift
 
 
-def gated(h, y, gate):
-    """h + gate * y, in the dtype of the residual stream h. gate None: h + y."""
-    return (h + (y if gate is None else gate * y)).to(h.dtype)
+def gated(stream, y, gate):
+    """stream + gate * y, in the dtype of the residual stream. gate None: stream + y."""
+    return (stream + (y if gate is None else gate * y)).to(stream.dtype)
 
 
 class TimestepEmbedding(nn.Module):
@@ -187,12 +187,14 @@ class TimestepEmbedding(nn.Module):
 #   denoise      generation: one active block, which reads the cache and writes nothing
 # Training and generation compute the same function. That is what makes the cache exact.
 #
-# Their arguments:
+# Both kinds take the same arguments. A Mamba mixer uses neither positions nor masks nor lengths: a scan knows the order
+# of its tokens, and its state stands for the prefix.
 #   u, clean, noisy   the input of the mixer, normalised and modulated
 #   rope              cos and sin of the positions of u, (b, 1, s, e / 2) each: rows may be at different positions
 #   rope_all          cos and sin of positions 0..s-1, (s, e / 2) each: in training all rows begin at position 0
-#   masks             those of ops.two_stream_masks
-#   last              whether this is the last layer, whose clean output nothing reads
+#   masks             those of ops.two_stream_masks, made once for all layers
+#   last              whether this is the last layer, whose clean output nothing reads. To leave that output out saves
+#                     1 to 2 % of a step: ignore it at first reading
 #   state             the mixer's part of the cache, see Cache.layers
 #   lengths           (b,) the tokens that each row of the cache holds
 #   block_len         of the blocks in u, for the block-causal mask of extend
@@ -216,20 +218,22 @@ class Attention(nn.Module):
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
     def two_stream(self, clean, noisy, rope_all, masks, last):
-        """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes. The last layer returns None for clean."""
+        """clean (b, s - l, d), noisy (b * n_blocks, l, d) -> the same shapes. The last layer returns None for clean."""
         b, n_clean, _ = clean.shape
         cos, sin = rope_all                                                    # (s, e / 2) each
         # A clean token and its noisy copy have the same position, hence the same rotation.
         q_clean, k_clean, v_clean = self.project(clean, (cos[:n_clean], sin[:n_clean]))
         if self.detach_prefix:                          # the ablation: no gradient through keys and values
             k_clean, v_clean = k_clean.detach(), v_clean.detach()
-        # (b * k, l, d) -> (b, s, d): the noisy blocks of a sequence follow each other; the mask keeps them apart.
+
+        # (b * n_blocks, l, d) -> (b, s, d): the noisy blocks follow each other, and the mask keeps them apart.
         q, k, v = self.project(noisy.unflatten(0, (b, -1)).flatten(1, 2), rope_all)    # (b, h, s, e) each
+
         if last:
-            q_clean = None                              # nothing reads the clean output
+            q_clean = None
         y_clean, y = ops.two_stream_attention((q_clean, k_clean, v_clean), (q, k, v), masks)
         y_clean = None if last else self.merge(y_clean)                        # (b, s - l, d)
-        return y_clean, self.merge(y).view_as(noisy)                           # (b * k, l, d)
+        return y_clean, self.merge(y).view_as(noisy)                           # (b * n_blocks, l, d)
 
     def extend(self, u, state, lengths, rope, block_len):
         """Finished blocks u (b, m, d) -> (b, m, d): attends to the cache and, block-causally, to u. Then it appends the
@@ -272,7 +276,7 @@ class Mamba2(nn.Module):
         self.norm_weight = nn.Parameter(torch.ones(di))
         self.out_proj = nn.Linear(di, d, bias=False)
 
-    @ops.replaceable
+    @ops.replaceable                                    # fast/ may run another function instead, see ops.FAST
     def forward(self, u, conv=None, ssm=None, states_every=None, want_states=True):
         """
         Scans r rows of s tokens, each from a boundary state, or from zeros where it is None.
@@ -293,7 +297,8 @@ class Mamba2(nn.Module):
         proj = F.linear(u, weight)[..., :self.in_proj.out_features]            # (r, s, 2 di + 2 n + h), no padding
         z, xBC, dt = proj.split([di, di + 2 * n, self.heads], -1)              # xBC (r, s, c)
 
-        # 2. Convolve. The last w - 1 inputs of a block are the state from which the next block starts.
+        # 2. Convolve. Where a scan starts again, the convolution needs its last w - 1 inputs: convs are these windows
+        # of xBC, one at each boundary.
         if conv is None:
             conv = xBC.new_zeros(len(u), self.conv_weight.size(1) - 1, xBC.size(-1))
         convs = ops.conv_boundaries(xBC, conv, states_every) if want_states else None
@@ -332,29 +337,30 @@ class BiMamba(nn.Module):
         return y_fwd + y_rev                                                   # Eq. 13, (r, l, d)
 
     def two_stream(self, clean, noisy, rope_all, masks, last):
-        """clean (b, s - l, d), noisy (b * k, l, d) -> the same shapes. The last layer returns its clean output too,
-        though nothing reads it: `fwd` computes it together with the states. rope_all and masks are unused: a scan
-        knows the order of its tokens."""
+        """clean (b, s - l, d), noisy (b * n_blocks, l, d) -> the same shapes. The last layer returns its clean output
+        too: `fwd` computes it together with the states."""
         if clean.size(1) == 0:                          # a single block: there is no prefix
             return clean, self.scan_both(noisy)
-        # One clean scan leaves a state at every bar (eq. boundary-state); bar 0 is zeros. With k = 4 blocks:
+
+        # One clean scan leaves a state at every bar (eq. boundary-state); bar 0 is zeros. With 4 blocks:
         #
         #   clean:   | b0 | b1 | b2 |          noisy:   b0 starts from bar 0, b1 from bar 1,
         #   bar:     0    1    2    3                   b2 from bar 2, b3 from bar 3
         #
         # Clean tokens have no reverse scan: one over the whole prefix would read later blocks, and could not be
         # cached. One inside each clean block could be cached, but the paper caches the forward scan alone.
-        # convs (b, k, w - 1, c) and ssms (b, k, h, p, n), not k + 1: there are only k - 1 clean blocks.
+        # So n_states is n_blocks: convs (b, n_blocks, w - 1, c) and ssms (b, n_blocks, h, p, n).
         y, convs, ssms = self.fwd(clean, states_every=noisy.size(1))
         if self.detach_prefix:
             convs, ssms = convs.detach(), ssms.detach()
-        # All noisy blocks run as one batch of b * k rows, each from its own state. Without detach_prefix, a block's
-        # loss trains the prefix that it starts from (eq. prefix-cache-gradient).
+
+        # All noisy blocks run as one batch of b * n_blocks rows, each from its own state. Without detach_prefix, a
+        # block's loss trains the prefix that it starts from (eq. prefix-cache-gradient).
         return y, self.scan_both(noisy, convs.flatten(0, 1), ssms.flatten(0, 1))
 
     def extend(self, u, state, lengths, rope, block_len):
-        """Finished blocks u (b, m, d) -> (b, m, d): continues the forward scan; its last state replaces the cached one.
-        lengths, rope and block_len are unused: the state stands for the prefix."""
+        """Finished blocks u (b, m, d) -> (b, m, d): continues the forward scan; its last state replaces the cached
+        one."""
         # No states_every: only the state after the last token is needed.
         y, convs, ssms = self.fwd(u, *state)                                   # (b, 2, w - 1, c), (b, 2, h, p, n)
         for cached, states in zip(state, (convs, ssms)):
@@ -374,7 +380,7 @@ Modulation = namedtuple("Modulation", "shift scale gate mlp_shift mlp_scale mlp_
 
 class Layer(nn.Module):
     """
-    Norm, mixer, norm, MLP, around a residual stream h. Attention-only models have DDiT layers, as in SEDD and MDLM:
+    Norm, mixer, norm, MLP, around a residual stream. Attention-only models have DDiT layers, as in SEDD and MDLM:
     AdaLN shifts, scales and gates both halves. Hybrid layers are modulated at the mixer's input alone, without gates.
     """
 
@@ -394,36 +400,36 @@ class Layer(nn.Module):
             return Modulation()
         return Modulation(*self.adaln(cond).split(cond.size(-1), -1))          # (m, 1, d) each; hybrids have two
 
-    def mixer_input(self, h, mod):
-        """The normalised and modulated residual stream h."""
-        return modulate(self.norm1(h), mod.shift, mod.scale)
+    def mixer_input(self, stream, mod):
+        """The normalised and modulated residual stream."""
+        return modulate(self.norm1(stream), mod.shift, mod.scale)
 
-    def after_mixer(self, h, y, mod):
-        """The residual stream h after the mixer's output y is added, and then the MLP's."""
-        h = gated(h, y, mod.gate)
-        y = self.mlp(modulate(self.norm2(h), mod.mlp_shift, mod.mlp_scale))
-        return gated(h, y, mod.mlp_gate)
+    def after_mixer(self, stream, y, mod):
+        """The residual stream after the mixer's output y is added, and then the MLP's."""
+        stream = gated(stream, y, mod.gate)
+        y = self.mlp(modulate(self.norm2(stream), mod.mlp_shift, mod.mlp_scale))
+        return gated(stream, y, mod.mlp_gate)
 
     def two_stream(self, clean, noisy, cond_clean, cond_noisy, rope_all, masks, last):
-        """Both streams, clean (b, s - l, d) and noisy (b * k, l, d) -> the same shapes. The last layer returns None for
-        clean."""
+        """Both streams, clean (b, s - l, d) and noisy (b * n_blocks, l, d) -> the same shapes. The last layer returns
+        None for clean."""
         mod_clean, mod_noisy = self.modulation(cond_clean), self.modulation(cond_noisy)
         y_clean, y_noisy = self.mixer.two_stream(
             self.mixer_input(clean, mod_clean), self.mixer_input(noisy, mod_noisy), rope_all, masks, last)
         clean = None if last else self.after_mixer(clean, y_clean, mod_clean)
         return clean, self.after_mixer(noisy, y_noisy, mod_noisy)
 
-    def extend(self, h, cond, state, lengths, rope, block_len):
-        """Finished blocks h (b, m, d) -> (b, m, d). Adds them to `state`, the layer's part of the cache."""
+    def extend(self, stream, cond, state, lengths, rope, block_len):
+        """Finished blocks (b, m, d) -> (b, m, d). Adds them to `state`, the layer's part of the cache."""
         mod = self.modulation(cond)
-        y = self.mixer.extend(self.mixer_input(h, mod), state, lengths, rope, block_len)
-        return self.after_mixer(h, y, mod)
+        y = self.mixer.extend(self.mixer_input(stream, mod), state, lengths, rope, block_len)
+        return self.after_mixer(stream, y, mod)
 
-    def denoise(self, h, cond, state, lengths, rope):
-        """One noisy block h (b, l, d) -> (b, l, d). Reads `state` and writes nothing."""
+    def denoise(self, stream, cond, state, lengths, rope):
+        """One noisy block (b, l, d) -> (b, l, d). Reads `state` and writes nothing."""
         mod = self.modulation(cond)
-        y = self.mixer.denoise(self.mixer_input(h, mod), state, lengths, rope)
-        return self.after_mixer(h, y, mod)
+        y = self.mixer.denoise(self.mixer_input(stream, mod), state, lengths, rope)
+        return self.after_mixer(stream, y, mod)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -433,10 +439,11 @@ class BlockDiffusionLM(nn.Module):
     """
     One of the four models. forward(x0) is the training loss. new_cache, prefill (or commit) and denoise generate.
 
-    Initialisation (n = number of layers)
+    Initialisation
       embedding                        N(0, embed_std)
       projections, MLP                 N(0, init_std), biases 0
-      projections into the residual    hybrids: N(0, init_std / sqrt(2 n)); DDiT: N(0, init_std), as gates start at 0
+      projections into the residual    hybrids: N(0, init_std / sqrt(2 n_layer)); DDiT: N(0, init_std), as gates
+                                       start at 0
       AdaLN, head                      0: the untrained loss is ln(vocabulary - 1) on average
       norms, Mamba's D                 1
       Mamba's A, dt                    A uniform in [1, 16]; dt log-uniform in [1e-3, 0.1] through the
@@ -467,9 +474,11 @@ class BlockDiffusionLM(nn.Module):
                 nn.init.normal_(module.weight, std=std)
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
+
             # With AdaLN at zero, gated layers are the identity. With the head at zero, all tokens are equally likely.
             if name.endswith("adaln") or name == "head":
                 nn.init.zeros_(module.weight)
+
             if isinstance(module, Mamba2):
                 bound = self.config.conv_width ** -0.5
                 nn.init.uniform_(module.conv_weight, -bound, bound)
@@ -514,37 +523,40 @@ class BlockDiffusionLM(nn.Module):
         they get the same constant as noisy ones."""
         return None if self.config.time_conditioning else self.condition(None)
 
-    def final(self, h, cond):
+    def final(self, stream, cond):
         """Last norm and modulation of noisy tokens: hidden states, ready for the head."""
-        return modulate(self.norm(h), *self.adaln(cond).chunk(2, -1))
+        return modulate(self.norm(stream), *self.adaln(cond).chunk(2, -1))
 
     def token_logits(self, hidden):
-        """(..., d) -> (..., v - 1): logits of all tokens but the mask, which is the last id. Text never contains it, so
-        its probability is known to be 0 (the substitution parameterisation)."""
+        """(..., d) -> (..., vocab - 1): logits of all tokens but the mask, which is the last id. Text never contains
+        it, so its probability is known to be 0 (the substitution parameterisation)."""
         return F.linear(hidden, self.head.weight)[..., :self.config.mask_id]
 
     def logits(self, hidden):
-        """(..., d) -> (..., v) in fp32, with the mask's."""
+        """(..., d) -> (..., vocab) in fp32, with the mask's."""
         out = self.token_logits(hidden)
         return F.pad(out.to(ops.at_least_fp32(out.dtype)), (0, 1), value=float("-inf"))
 
     # -- training: every block at once --
 
     def all_block_hidden(self, x0, xt, t):
-        """Hidden states (b, s, d) of every noisy block given its clean prefix. x0, xt (b, s); t (b, k)."""
+        """Hidden states (b, s, d) of every noisy block given its clean prefix. x0, xt (b, s); t (b, n_blocks)."""
         b, s = x0.shape
         _, l = self.config.blocks_of(s)
+
         # Under autocast the residual stream has autocast's dtype: it is most of what training stores, and bf16 halves
         # that.
         device = x0.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.embed.weight.dtype
+
         # Two streams: every token is there clean, as a later block sees it, and noisy, as its own block sees it. The
-        # clean stream stops before the last block, which no block can see. Row i * k + j of `noisy` is block j of
-        # sequence i.
+        # clean stream stops before the last block, which no block can see. The rows of `noisy` are the blocks of the
+        # first sequence, then those of the second, ...
         clean = self.embed(x0[:, :s - l]).to(dtype)                            # (b, s - l, d)
-        noisy = self.embed(xt).view(-1, l, self.config.d_model).to(dtype)      # (b * k, l, d)
+        noisy = self.embed(xt).view(-1, l, self.config.d_model).to(dtype)      # (b * n_blocks, l, d)
+
         cond_clean = self.condition_clean()                                    # (1, 1, d) or None
-        cond_noisy = self.condition(t.reshape(-1))                             # (b * k or 1, 1, d)
+        cond_noisy = self.condition(t.reshape(-1))                             # (b * n_blocks or 1, 1, d)
         rope_all, masks = self.rope(s).unbind(), ops.two_stream_masks(s, l, x0.device)
         for i, layer in enumerate(self.layers):
             last = i + 1 == len(self.layers)
@@ -552,27 +564,23 @@ class BlockDiffusionLM(nn.Module):
         return self.final(noisy, cond_noisy).view(b, s, -1)
 
     def all_block_logits(self, x0, xt, t):
-        """Logits (b, s, v) of every block at once, for given noise."""
+        """Logits (b, s, vocab) of every block at once, for given noise."""
         return self.logits(self.all_block_hidden(x0, xt, t))
 
     def draw_noise(self, x0, generator=None, stratum=(0, 1), t_range=(1e-3, 1)):
         """
-        Noise levels t (b, k), uniform on t_range, and is_masked (b, s): a token is masked with probability t of its
-        block. stratum (j, n): t comes from the j-th of n equal parts of that range; j is an int or (b, k). generator:
-        None, a torch.Generator, or a list with one for each sequence; then a sequence's noise is the same in every
-        batch.
+        Noise levels t (b, n_blocks), uniform on t_range, and is_masked (b, s): a token is masked with probability t of
+        its block. generator: None, one of a CPU, or a list with one for each sequence; then a sequence's noise is the
+        same in every batch. stratum (i, parts): t comes from the i-th of so many equal parts of t_range; i is an int or
+        (b, n_blocks).
         """
-        (b, s), (j, n) = x0.shape, stratum
-        k, l = self.config.blocks_of(s)
-        if not isinstance(generator, (list, tuple)):
-            device = generator.device if generator is not None else x0.device
-            u = torch.rand(b, k + s, generator=generator, device=device)
-        else:
-            u = torch.stack([torch.rand(k + s, generator=g) for g in generator])
-        u = u.to(x0.device)                                                    # (b, k + s): levels, then tokens
-        least, most = t_range                           # least is above 0: the weight is 1 / t
-        t = least + (most - least) * (j + u[:, :k]) / n                        # (b, k)
-        return t, u[:, k:] < t.repeat_interleave(l, 1)                         # (b, s)
+        (b, s), (i, parts), (least, most) = x0.shape, stratum, t_range         # least > 0: the weight is 1 / t
+        n_blocks, l = self.config.blocks_of(s)
+        generators = generator if isinstance(generator, (list, tuple)) else [generator] * b
+        uniform = torch.stack([torch.rand(n_blocks + s, generator=g) for g in generators]).to(x0.device)
+        level, token = uniform.split([n_blocks, s], 1)                         # each in [0, 1)
+        t = least + (most - least) * (i + level) / parts                       # (b, n_blocks)
+        return t, token < t.repeat_interleave(l, 1)                            # (b, s)
 
     def forward(self, x0, generator=None, **noise):
         """
@@ -584,14 +592,14 @@ class BlockDiffusionLM(nn.Module):
         return self.loss(x0, is_masked, t)
 
     def loss(self, x0, is_masked, t):
-        """The loss for given noise: is_masked (b, s), t (b, k)."""
+        """The loss for given noise: is_masked (b, s), t (b, n_blocks)."""
         # Only masked tokens are scored, so only they need the head. `nonzero` makes the host wait for the GPU. The wait
         # is short here, before the layers, and afterwards the host can queue forward and backward ahead of the GPU.
         masked = is_masked.flatten().nonzero().squeeze(1)                      # (m,) indices into the b * s tokens
         xt = x0.masked_fill(is_masked, self.config.mask_id)
         weight = (1 / t).repeat_interleave(x0.size(1) // t.size(1), 1)         # (b, s)
         hidden = self.all_block_hidden(x0, xt, t).flatten(0, 1).index_select(0, masked)        # (m, d)
-        target, weight = (x.flatten().index_select(0, masked) for x in (x0, weight))           # (m,) each
+        target, weight = (of_token.flatten().index_select(0, masked) for of_token in (x0, weight))     # (m,) each
         nll = ops.linear_cross_entropy(hidden, self.head.weight, target, weight)
         # Divided by all b * s tokens, not by the number of masked ones: so a batch's loss is the mean of its parts'.
         return nll / x0.numel()
@@ -635,11 +643,11 @@ class BlockDiffusionLM(nn.Module):
                             f"more; make it with a larger max_len")
         chunk = max(chunk_tokens // (l * len(x0)), 1) * l
         cond = self.condition_clean()
-        for x in progress(x0.split(chunk, 1)):
-            h, rope = self.embed(x), cache.rope_after(x.size(1))               # h (b, up to chunk, d)
+        for tokens in progress(x0.split(chunk, 1)):     # (b, up to chunk) each
+            stream, rope = self.embed(tokens), cache.rope_after(tokens.size(1))
             for layer, state in zip(self.layers, cache.layers):
-                h = layer.extend(h, cond, state, cache.lengths, rope, l)
-            cache.lengths += x.size(1)                  # after all layers: each has appended behind the old length
+                stream = layer.extend(stream, cond, state, cache.lengths, rope, l)
+            cache.lengths += tokens.size(1)             # after all layers: each has appended behind the old length
 
     def commit(self, x0_block, cache):
         """Appends one finished block (b, l) to the cache: the clean pass of eq. bdlm-kv-cache."""
@@ -649,14 +657,13 @@ class BlockDiffusionLM(nn.Module):
     def denoise_hidden(self, xt, cache, t):
         """Hidden states (b, l, d) of the active block, see `denoise`."""
         assert xt.size(1) == self.config.block_of(xt.size(1)), "a block of another length"
-        h, cond = self.embed(xt), self.condition(t)
-        rope = cache.rope_after(xt.size(1))
+        stream, cond, rope = self.embed(xt), self.condition(t), cache.rope_after(xt.size(1))
         for layer, state in zip(self.layers, cache.layers):
-            h = layer.denoise(h, cond, state, cache.lengths, rope)
-        return self.final(h, cond)
+            stream = layer.denoise(stream, cond, state, cache.lengths, rope)
+        return self.final(stream, cond)
 
     def denoise(self, xt, cache, t):
-        """Logits (b, l, v) of the active block xt (b, l), given the cache, at noise level t (b,). A model without
+        """Logits (b, l, vocab) of the active block xt (b, l), given the cache, at noise level t (b,). A model without
         timestep conditioning ignores t, which may then be None."""
         return self.logits(self.denoise_hidden(xt, cache, t))
 
@@ -668,8 +675,3 @@ def cast_for_inference(model, dtype):
         exact = name.endswith(("A_log", "dt_bias", ".D"))
         p.data = p.data.to(ops.at_least_fp32(dtype) if exact else dtype)
     return model.eval()
-
-
-if __name__ == "__main__":              # the same as `python paper.py`
-    import runpy
-    runpy.run_module("paper", run_name="__main__")

@@ -12,8 +12,7 @@ The heavy operations of a block-diffusion Mamba-2 / attention hybrid, written pl
   gumbel_argmax         a draw from a softmax
 
 Everything here is a function of tensors. There are no parameters and no configuration, and no other file of this
-repository is imported. Shapes use the letters of model.py, except that b is also the rows of a scan, and that in the
-chunked scan c is the number of chunks and q the positions of one. In `segsum` l is any length.
+repository is imported. Shapes use the letters of model.py; b is any number of rows.
 
     python -m pytest tests/test_ops.py                its tests
     python -m tools.compare_ops                       time it beside libraries
@@ -36,8 +35,9 @@ FAST = {}                               # name of an operation -> a faster funct
 
 
 def replaceable(op):
-    """A decorator: calls of the operation go to FAST[its qualified name] if there is one. `op.plain` is the decorated
-    function itself. A fast function calls it for arguments that it does not support."""
+    """A decorator: calls of the operation go to FAST[its qualified name] if there is one, such as "ssd_scan" or, for a
+    method, "Mamba2.forward". `op.plain` is the decorated function itself. A fast function calls it for arguments that
+    it does not support. FAST is looked up at each call; torch.compile does so once, when it traces the call."""
     name = op.__qualname__
 
     @functools.wraps(op)
@@ -244,8 +244,10 @@ def two_stream_masks(s, block_len, device):
     The masks of `two_stream_attention` for s tokens in blocks of block_len, by the rule above. Returns boolean masks,
     true where a query sees a key: (n_clean, n_clean) of clean queries and clean keys, and (s, n_clean + s) of noisy
     queries and [clean; noisy] keys; n_clean is s - block_len. Returns (None, None) for a single block: there are no
-    clean tokens, and every noisy token sees every other. A faster `two_stream_attention` may want another form, so the
-    two are replaced together.
+    clean tokens, and every noisy token sees every other.
+
+    They are made outside of the layers, once a step, because a compiled layer would make them again in each layer.
+    fast/ has masks of another form for its `two_stream_attention`, so it replaces both functions together.
     """
     n_clean = s - block_len
     if n_clean == 0:
@@ -303,9 +305,9 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
 def linear_cross_entropy_ref(hidden, head, target, weight):
     """
     The sum of weight * cross-entropy, a scalar, under the substitution parameterisation: the last row of the head is
-    the mask token's, whose logit is minus infinity. hidden (m, d); head (v, d); target, weight (m,).
+    the mask token's, whose logit is minus infinity. hidden (m, d); head (vocab, d); target, weight (m,).
     """
-    logits = (hidden @ head[:-1].T).to(at_least_fp32(hidden.dtype))            # (m, v - 1)
+    logits = (hidden @ head[:-1].T).to(at_least_fp32(hidden.dtype))            # (m, vocab - 1)
     return (weight * F.cross_entropy(logits, target, reduction="none")).sum()
 
 
@@ -317,14 +319,14 @@ def linear_cross_entropy(hidden, head, target, weight, max_logits=2 ** 28):
 
 @replaceable
 def cross_entropy_tile(logits, target, weight, n_classes):
-    """Returns the cross-entropy (m,) of logits (m, v), whose columns from n_classes on do not count, and the gradient
-    of weight * cross-entropy with respect to the logits (m, v), which is 0 in those columns. target, weight (m,). The
-    statistics are fp32 or better; the gradient has the dtype of the logits."""
-    column = torch.arange(logits.size(1), device=logits.device)                # (v,)
+    """Returns the cross-entropy (m,) of logits (m, vocab), whose columns from n_classes on do not count, and the
+    gradient of weight * cross-entropy with respect to the logits (m, vocab), which is 0 in those columns. target,
+    weight (m,). The statistics are fp32 or better; the gradient has the dtype of the logits."""
+    column = torch.arange(logits.size(1), device=logits.device)                # (vocab,)
     x = logits.to(at_least_fp32(logits.dtype)).masked_fill(column >= n_classes, float("-inf"))
     lse = x.logsumexp(-1)                                                      # (m,)
     ce = lse - x.gather(1, target[:, None])[:, 0]                              # (m,)
-    one_hot = (column == target[:, None]).to(x.dtype)                          # (m, v)
+    one_hot = (column == target[:, None]).to(x.dtype)                          # (m, vocab)
     return ce, ((torch.exp(x - lse[:, None]) - one_hot) * weight[:, None]).to(logits.dtype)
 
 
@@ -335,22 +337,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda")
     def forward(ctx, hidden, head, target, weight, max_logits):
-        v, ctx.head_dtype, dtype = len(head), head.dtype, at_least_fp32(hidden.dtype)
-        # Rows of zeros: if v is not a multiple of 8, the GPU would run slow, unaligned kernels.
-        head = F.pad(head.to(hidden.dtype), (0, 0, 0, -v % 64)) if hidden.is_cuda else head     # (v + padding, d)
+        vocab, ctx.head_dtype, dtype = len(head), head.dtype, at_least_fp32(hidden.dtype)
+        # Rows of zeros: if vocab is not a multiple of 8, the GPU would run slow, unaligned kernels.
+        head = F.pad(head.to(hidden.dtype), (0, 0, 0, -vocab % 64)) if hidden.is_cuda else head # (vocab + padding, d)
         loss = hidden.new_zeros((), dtype=dtype)
         wanted = any(ctx.needs_input_grad[:2])
         d_hidden = torch.zeros_like(hidden) if wanted else None
         d_head = torch.zeros_like(head, dtype=dtype) if wanted else None
-        tile = max(1, max_logits // v)
+
+        tile = max(1, max_logits // vocab)
         for i in range(0, hidden.size(0), tile):
-            h, y, w = hidden[i:i + tile], target[i:i + tile], weight[i:i + tile]
-            ce, d_logits = cross_entropy_tile(h @ head.T, y, w, v - 1)
+            part, y, w = hidden[i:i + tile], target[i:i + tile], weight[i:i + tile]
+            ce, d_logits = cross_entropy_tile(part @ head.T, y, w, vocab - 1)
             loss += (w * ce).sum()
             if wanted:
                 d_hidden[i:i + tile] = d_logits @ head
-                d_head += d_logits.T @ h
-        ctx.save_for_backward(d_hidden, d_head[:v] if wanted else None)
+                d_head += d_logits.T @ part
+
+        ctx.save_for_backward(d_hidden, d_head[:vocab] if wanted else None)
         return loss
 
     @staticmethod
@@ -361,9 +365,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 # ----------------------------------------------------------------------------------------------
-# Draws. A random number is a pure function of (seed, stream, index, step, begin). There is no generator with a
-# state, so a number does not depend on the batch, the engine or the device. (Gumbel noise that fast/ makes of the same
-# numbers is rounded differently.)
+# Draws. A random number is a pure function of (seed, stream, index, step, begin). A generator would have a state, and
+# then the tokens of a row would depend on the rows beside it and on the order in which an engine draws. Without one,
+# every batch, engine and device has the same numbers. (Gumbel noise that fast/ makes of them is rounded differently.)
 
 def philox(seed, *counters):
     """Philox4x32-10 (Salmon et al. 2011): a seed and four counters, int64 tensors that broadcast -> four tensors of
@@ -397,16 +401,16 @@ def uniform(n, stream, seed, step, begin):
 def gumbel_argmax(logits, positions, seed, step, begin):
     """
     Draws tokens (b, m) int64 from softmax(logits) by the Gumbel-max trick: the argmax of logits plus Gumbel noise is
-    such a draw, and minus the log of an exponential variate is Gumbel noise. logits (b, m, v) are those at these
+    such a draw, and minus the log of an exponential variate is Gumbel noise. logits (b, m, vocab) are those at these
     positions (b, m) of a block; seed, step and begin as for `uniform`. The uniform variates have 52 bits. With 24 the
     tail of large noise would be cut off, and samples would be too sharp (arXiv 2409.02908).
     """
-    v, drawn = logits.size(-1), []
-    seed, step, begin = (x[:, None, None] for x in (seed, step, begin))        # (b, 1, 1) each
-    # _uniforms returns two variates, so stream i serves two tokens: i and i + ceil(v / 2).
+    vocab, drawn = logits.size(-1), []
+    seed, step, begin = (key[:, None, None] for key in (seed, step, begin))    # (b, 1, 1) each
+    # _uniforms returns two variates, so stream i serves two tokens: i and i + ceil(vocab / 2).
     # Some positions at a time, so that their noise fits into a CPU's cache.
-    pairs, per_tile = torch.arange(-(-v // 2), device=logits.device), max(1, 2 ** 17 // v)
+    pairs, per_tile = torch.arange(-(-vocab // 2), device=logits.device), max(1, 2 ** 17 // vocab)
     for x, position in zip(logits.split(per_tile, 1), positions[..., None].split(per_tile, 1)):
-        u = torch.cat(_uniforms(seed, pairs, position, step, begin), -1)[..., :v]              # (b, per_tile, v)
+        u = torch.cat(_uniforms(seed, pairs, position, step, begin), -1)[..., :vocab]          # (b, per_tile, vocab)
         drawn.append((x.double() - (-torch.log1p(-u)).log()).argmax(-1))       # -log1p(-u) is exponential
     return torch.cat(drawn, 1)

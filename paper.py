@@ -2,7 +2,7 @@
 The numbers in the paper: parameters, results and throughput of its four models, and its rule for learning rates.
 Labels such as tab:arch-87m are those of the paper's LaTeX source.
 
-    python paper.py                 compares parameter counts with PARAMS; so does python model.py
+    python paper.py                 compares parameter counts with PARAMS
     python bench.py train           compares throughput with TRAIN; `sample` with SAMPLE
 """
 import torch

@@ -97,7 +97,7 @@ def test_the_laptop_commands_run(corpus, tmp_path, monkeypatch):
     assert [c.split()[1] for c in ours[:3]] == ["sample.py", "train.py", "sample.py"] and len(ours) >= 8
     tiny = {"train.py": [*TINY, "--max_iters=2", f"--data={corpus}", f"--out_dir={tmp_path}"],
             "sample.py": [f"--checkpoint={tmp_path}", "--device=cpu"],
-            "eval.py": [f"--checkpoint={tmp_path}/ckpt.pt", "--sequences=2"], "model.py": []}
+            "eval.py": [f"--checkpoint={tmp_path}/ckpt.pt", "--sequences=2"], "paper.py": []}
     for i, command in enumerate(ours):
         _, name, *flags = shlex.split(command)
         elsewhere = [f"--out_dir={tmp_path}/{i}"] * any(f.startswith("--out_dir") for f in flags)
