@@ -21,8 +21,10 @@ def write_jsonl(path, rows):
     content = b"".join(line + b"\n" for line in lines)
     if path.suffix == ".gz":
         content = gzip.compress(content)
-    if path.suffix == ".zst":
-        content = prepare.zstd().compress(content, options={prepare.zstd().CompressionParameter.checksum_flag: 1})
+    if path.suffix == ".zst":                           # of two frames, with the window of `zstd --long=30`
+        zstd, half = prepare.zstd(), len(content) // 2
+        press = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 30})
+        content = zstd.compress(content[:half]) + press.compress(content[half:]) + press.flush()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return path
@@ -72,8 +74,7 @@ def test_documents_are_packed_with_end_of_text_between_them(tmp_path):
 
 def test_an_epoch_shows_every_window_once_in_an_order_of_its_own(tmp_path):
     train = data.TokenData(make_folder(tmp_path), "train")
-    n = train.n_windows(16)
-    windows = train.sequences(16).tolist()
+    n, windows = train.n_windows(16), train.sequences(16).tolist()
     epochs = [train.batch(7, step, range(n), n, 16).tolist() for step in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(windows)
     assert epochs[0] != epochs[1] and epochs[0] != windows
@@ -83,14 +84,12 @@ def test_an_epoch_shows_every_window_once_in_an_order_of_its_own(tmp_path):
 
 
 def test_the_order_of_windows_does_not_depend_on_ranks_micro_batches_or_resuming(tmp_path):
-    folder = make_folder(tmp_path)
-    train = data.TokenData(folder, "train")
+    train = data.TokenData(make_folder(tmp_path), "train")
     steps = range(2 * train.n_windows(16) // 8)
     whole = [train.batch(1, step, range(8), 8, 16) for step in steps]
-    data.permutation.cache_clear()
-    again = data.TokenData(folder, "train")             # as a run that was resumed, at any step
+    data.permutation.cache_clear()                      # as in a run that was resumed, at any step
     for step in reversed(steps):
-        ranks = [again.batch(1, step, rows, 8, 16) for rows in ([6, 7], [0, 1, 2], [3], [4, 5])]
+        ranks = [train.batch(1, step, rows, 8, 16) for rows in ([6, 7], [0, 1, 2], [3], [4, 5])]
         assert torch.equal(torch.cat(ranks)[[2, 3, 4, 5, 6, 7, 0, 1]], whole[step])
 
 
@@ -132,20 +131,12 @@ def test_the_byte_baselines_are_add_one_counts():
     assert found["bigram"] == pytest.approx(-np.log2(bigram).sum() / 3)
 
 
-def fake_stdlib(root):
-    for i in range(60):
-        path = root / f"package{i % 3}" / f"module{i}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(f"x = {i}\r\n".encode())
-    for name in ("test/a.py", "site-packages/b.py", "encodings/c.py", "package0/tests/d.py", "e.c"):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text("excluded")
-    (root / "latin.py").write_bytes(b"# caf\xe9")
-    (root / "empty.py").write_bytes(b"")
-
-
 def test_the_default_corpus_is_the_standard_library_split_by_file(tmp_path):
-    fake_stdlib(tmp_path / "lib")
+    files = {f"package{i % 3}/module{i}.py": f"x = {i}\r\n" for i in range(60)} | {"latin.py": "\xe9", "empty.py": ""}
+    excluded = "test/a.py", "site-packages/b.py", "encodings/c.py", "package0/tests/d.py", "e.c"
+    for name, content in (files | dict.fromkeys(excluded, "excluded")).items():
+        (tmp_path / "lib" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "lib" / name).write_bytes(content.encode("latin-1"))
     meta = data.prepare_stdlib(tmp_path / "data" / "stdlib", tmp_path / "lib")
     train, val = (data.TokenData(tmp_path / "data" / "stdlib", s, "bytes") for s in ("train", "val"))
     texts = [bytes(t for t in d.sequences(1).flatten().tolist() if t < 256).decode() for d in (train, val)]

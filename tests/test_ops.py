@@ -71,17 +71,18 @@ def test_two_stream_attention_equals_attention_block_by_block():
 
 
 def test_cached_attention_ignores_what_lies_beyond_each_rows_length():
-    b, h, l, e, lengths = 3, 2, 4, 8, [0, 8, 4]
-    q, k, v = (torch.randn(b, h, l, e).double() for _ in range(3))
-    keys, values = torch.randn(2, b, h, 16, e).double()
-    out = ops.cached_attention(q, k, v, keys, values, torch.tensor(lengths), l)
+    """And what lies in later blocks: here are two new ones."""
+    h, l, e, lengths = 2, 4, 8, torch.tensor([0, 8, 4])
+    q, k, v = torch.randn(3, 3, h, 2 * l, e).double()
+    keys, values = torch.randn(2, 3, h, 16, e).double()
+    out = ops.cached_attention(q, k, v, keys, values, lengths, l)
     for i, n in enumerate(lengths):
-        ks, vs = torch.cat([keys[i, :, :n], k[i]], 1), torch.cat([values[i, :, :n], v[i]], 1)
-        torch.testing.assert_close(out[i], attend(q[i], ks, vs))
-    some = [2, 0, 2, 1, 3]                              # queries may be any positions of a block, in any number
-    for held in (torch.tensor(lengths), torch.tensor([8, 8, 8])):
-        part, whole = (ops.cached_attention(u, k, v, keys, values, held, l) for u in (q[:, :, some], q))
-        torch.testing.assert_close(part, whole[:, :, some])
+        for new in (slice(l), slice(l, 2 * l)):
+            seen = [torch.cat([old[i, :, :n], x[i, :, :new.stop]], 1) for old, x in ((keys, k), (values, v))]
+            torch.testing.assert_close(out[i, :, new], attend(q[i, :, new], *seen))
+    some = [2, 0, 2, 1, 3]                              # of a single block, queries may be any, in any number
+    part = ops.cached_attention(q[:, :, some], k[:, :, :l], v[:, :, :l], keys, values, lengths, l)
+    torch.testing.assert_close(part, out[:, :, some])
 
 
 def test_philox_gives_the_words_that_its_authors_publish():

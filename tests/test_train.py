@@ -18,19 +18,26 @@ from test_eval import sums_of
 from tools.loss import read_log
 
 
-def test_every_row_has_noise_and_data_of_its_own_and_every_step_its_learning_rate_and_clipping(
-        tiny, tmp_path, monkeypatch):
-    noise, rows, updates, draw, step = set(), set(), [], BlockDiffusionLM.draw_noise, ShardedAdamW.step
+@pytest.fixture
+def draws(monkeypatch):
+    """A list that gets (x0, t, is_masked) of every draw of noise in training."""
+    found, draw = [], BlockDiffusionLM.draw_noise
 
     def recorded(model, x0, *rest, **how):
         t, is_masked = draw(model, x0, *rest, **how)
-        if model.training:
-            noise.update((*a.tolist(), *b.tolist()) for a, b in zip(t, is_masked))
-            rows.update(tuple(row.tolist()) for row in x0)
+        found.extend([(x0, t, is_masked)] * model.training)
         return t, is_masked
     monkeypatch.setattr(BlockDiffusionLM, "draw_noise", recorded)
+    return found
+
+
+def test_every_row_has_noise_and_data_of_its_own_and_every_step_its_learning_rate_and_clipping(
+        tiny, tmp_path, monkeypatch, draws):
+    updates, step = [], ShardedAdamW.step
     monkeypatch.setattr(ShardedAdamW, "step", lambda self, *update: updates.append(update) or step(self, *update))
     train = run([*tiny, "--micro_batch_size=2", "--grad_clip=0.5"])
+    noise = {(*a.tolist(), *b.tolist()) for _, t, is_masked in draws for a, b in zip(t, is_masked)}
+    rows = {tuple(row.tolist()) for x0, *_ in draws for row in x0}
     assert len(noise) == len(rows) == 4 * 4             # four steps of four rows
     rates, scales = zip(*updates)
     assert list(rates) == [train.learning_rate_at(i) for i in range(4)]
@@ -40,21 +47,13 @@ def test_every_row_has_noise_and_data_of_its_own_and_every_step_its_learning_rat
 
 
 @pytest.mark.parametrize("block_len", [8, 32])
-def test_noise_in_strata_of_a_range_and_short_sequences_first(corpus, tmp_path, monkeypatch, block_len):
-    levels, draw = [], BlockDiffusionLM.draw_noise
-
-    def recorded(model, x0, *rest, **how):
-        t, is_masked = draw(model, x0, *rest, **how)
-        if model.training:
-            levels.append((x0.shape, t))
-        return t, is_masked
-    monkeypatch.setattr(BlockDiffusionLM, "draw_noise", recorded)
+def test_noise_in_strata_of_a_range_and_short_sequences_first(corpus, tmp_path, draws, block_len):
     run([*EIGHT_STEPS, f"--data={corpus}", f"--out_dir={tmp_path}", f"--block_len={block_len}"])
-    assert [tuple(shape) for shape, _ in levels] == [(8, 16)] * 6 + [(4, 32)] * 2
-    for _, t in levels:                                 # one level in each of equal parts of 0.3..0.7
+    assert [x0.shape for x0, *_ in draws] == [(8, 16)] * 6 + [(4, 32)] * 2
+    for _, t, _ in draws:                               # one level in each of equal parts of 0.3..0.7
         part = (t.flatten() - 0.3) / 0.4 * t.numel()
         assert sorted(part.long().tolist()) == list(range(t.numel()))
-    assert len({t.argmin().item() for _, t in levels}) > 1, "the order of the parts is random"
+    assert len({t.argmin().item() for _, t, _ in draws}) > 1, "the order of the parts is random"
 
 
 @pytest.mark.parametrize("noise", [[], NOISE])

@@ -36,14 +36,6 @@ def test_gpt2_has_its_own_ids_and_the_mask_behind_them_and_counts_the_bytes_of_i
     assert data.token_bytes("gpt2")[tokens].sum() == n_bytes == len(text.encode())
 
 
-def test_a_zst_file_of_many_frames_and_with_a_long_window_is_read_whole(tmp_path):
-    zstd, (first, *lines) = prepare.zstd(), jsonl(TEXTS).encode().splitlines(True)
-    press = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 30})     # as `zstd --long=30` does
-    frames = [zstd.compress(first), *map(press.compress, lines), press.flush()]
-    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
-    assert prepared(tmp_path / "out", [tmp_path / "a.jsonl.zst"])["splits"]["train"]["documents"] == len(TEXTS)
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz", "a.jsonl.zst", "a.txt", "a.txt.gz", "array.json",
                                   "array.jsonl.gz", "strings.json.zst"])
 def test_every_format_gives_the_same_tokens(tmp_path, name):
