@@ -31,14 +31,13 @@ from configurator import ROOT, UserError, check
 def pick_device(name):
     """The name of the device to use. "auto" is cuda if there is one, else cpu; never mps, which has no fp64 for
     sampling. cuda:1 becomes the current GPU. Raises UserError for a device that this machine lacks."""
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    names = ["auto", "cpu"] + ["cuda", *gpus] * bool(gpus) + ["mps"] * torch.backends.mps.is_available()
+    check(dict(device=name), choices=dict(device=names))
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    count = dict(cpu=1, cuda=torch.cuda.device_count(), mps=int(torch.backends.mps.is_available()))
-    kind, _, index = (name if ":" in name else f"{name}:0").partition(":")
-    if not index.isdecimal() or int(index) >= count.get(kind, 0):
-        raise UserError(f"this machine has no device '{name}'; use --device=auto")
-    if kind == "cuda" and ":" in name:
-        torch.cuda.set_device(int(index))               # Triton and CUDA graphs run on the current device
+        return "cuda" if gpus else "cpu"
+    if name in gpus:
+        torch.cuda.set_device(name)                     # Triton and CUDA graphs run on the current device
     return name
 
 
@@ -56,7 +55,9 @@ def share_work(flops):
 
 
 def pick_dtype(setting, device):
-    """The torch dtype of a setting. "auto" is bfloat16 on a GPU that has it, else float32."""
+    """The torch dtype of a setting. "auto" is bfloat16 on a GPU that has it, else float32. Raises UserError for another
+    setting."""
+    check(dict(dtype=setting), choices=dict(dtype=("auto", "float32", "bfloat16")))
     if setting == "auto":
         return torch.bfloat16 if ampere_or_later(device) else torch.float32
     return getattr(torch, setting)
@@ -81,21 +82,18 @@ def select_kernels(setting, device, training=True):
     """
     check(dict(kernels=setting), choices=dict(kernels=("auto", "torch", "mamba_ssm")))
     ops.FAST.clear()
+    able = ampere_or_later(device) and has_fast()
     if setting == "mamba_ssm":
-        if not (ampere_or_later(device) and has_fast()):
+        if not able:
             raise UserError(f"kernels=mamba_ssm needs a GPU of compute capability 8.0 or more, and the folder fast/; "
                             f"this is {device}; use --kernels=auto")
         from fast import mamba_ssm
         return mamba_ssm.select()
-    if torch.device(device).type != "cuda":
+
+    if setting == "torch" or torch.device(device).type != "cuda":
         return "kernels: plain"
-    if setting == "torch":
-        return "kernels: plain (kernels=torch)"
-    if not ampere_or_later(device):
-        return (f"kernels: plain ({torch.cuda.get_device_name(device)} has compute capability "
-                f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}; bf16 and fast/ need 8.0)")
-    if not has_fast():
-        return "kernels: plain (there is no folder fast)"
+    if not able:
+        return "kernels: plain (bf16 and fast/ need a GPU of compute capability 8.0 or more, and the folder fast/)"
     import fast
     return fast.select(device, training)
 
@@ -136,17 +134,6 @@ def hardware(dev):
 # ----------------------------------------------------------------------------------------------
 # Processes
 
-TORCHRUN = "start all processes with torchrun --nproc_per_node=N, or unset WORLD_SIZE to run one alone"
-
-
-def from_torchrun(name, default=""):
-    """An environment variable that torchrun sets to a whole number. Raises UserError if it is none."""
-    value = os.environ.get(name, default)
-    if not value.isdecimal():
-        raise UserError(f"the environment variable {name} is {value or 'missing or empty'}; {TORCHRUN}")
-    return int(value)
-
-
 class Parallel:
     """The rank, the world size and the device of this process, read from the environment variables that torchrun sets.
     With more than one process it starts the process group. timeout: seconds after which a collective that another rank
@@ -154,17 +141,17 @@ class Parallel:
     find each other."""
 
     def __init__(self, device, timeout=300):
-        self.world = from_torchrun("WORLD_SIZE", "1")
-        self.rank = from_torchrun("RANK") if self.world > 1 else 0
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = int(os.environ.get("RANK", 0)) if self.world > 1 else 0
         self.device = torch.device(pick_device(device))
-        local_rank = from_torchrun("LOCAL_RANK", str(self.device.index or 0))
+        local_rank = int(os.environ.get("LOCAL_RANK", self.device.index or 0))
         if self.device.type == "cuda":
             self.device = torch.device("cuda", local_rank)
             if local_rank >= (count := torch.cuda.device_count()):
                 raise UserError(f"this machine has {count} GPUs; start torchrun with --nproc_per_node={count}")
             torch.cuda.set_device(self.device)
         if self.world > 1:
-            self.meet(local_rank, timeout)
+            self.meet(local_rank, datetime.timedelta(seconds=timeout))
 
     def meet(self, local_rank, timeout):
         """Starts the process group, for which this process waits until all others have come."""
@@ -172,11 +159,11 @@ class Parallel:
         if local_rank == 0:
             print(f"waiting for all {self.world} processes at {address}", file=sys.stderr, flush=True)
         try:
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo",
-                                    timeout=datetime.timedelta(seconds=timeout))
-        except (RuntimeError, ValueError) as error:     # ValueError: MASTER_ADDR or MASTER_PORT is missing
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo", timeout=timeout)
+        except (RuntimeError, ValueError) as error:     # ValueError: one of the variables is missing
             why = str(error).partition("\n")[0]
-            raise UserError(f"the {self.world} processes do not meet at {address} ({why}); {TORCHRUN}") from error
+            raise UserError(f"the {self.world} processes do not meet at {address} ({why}); start all of them with "
+                            f"torchrun --nproc_per_node=N, or unset WORLD_SIZE to run one alone") from error
 
     def sum(self, values):
         """The sums of a list of numbers over all ranks, in fp64. A collective: every rank must call it."""
@@ -247,20 +234,21 @@ class ShardedAdamW:
 
     There are two groups of parameters, with and without weight decay. The parameters of a group are views of one flat
     buffer, and their gradients are views of another; zeros at the end make their length a multiple of the world size.
-    Each rank owns an equal slice of each buffer, its shard. A step is
+    Each rank owns an equal slice of each buffer, its shard, which is a view of it. A step is
 
       1. reduce-scatter    each rank gets the sum over ranks of the gradients of its shard
       2. AdamW             torch's own, on the shard alone, so a rank stores moments of its shard only
       3. all-gather        every rank gets all updated parameters
 
-    With one process the shard is the buffer itself, and nothing is communicated. state_dict is a dict by parameter
-    name, so a checkpoint resumes on any number of ranks.
+    With one process the shard is the whole buffer, and nothing is communicated. state_dict is a dict by parameter name,
+    so a checkpoint resumes on any number of ranks.
     """
 
     def __init__(self, model, betas, weight_decay, rank=0, world=1):
         self.rank, self.world, self.flats, groups = rank, world, [], []
         names = {p: name for name, p in model.named_parameters()}
         for group in model.param_groups(weight_decay):
+            # The buffers, and this rank's slice of them.
             params = group["params"]
             sizes = [p.numel() for p in params]
             sizes.append(-sum(sizes) % world)                       # zeros that fill up to a multiple of world
@@ -268,13 +256,13 @@ class ShardedAdamW:
             grad = torch.zeros_like(flat)                           # (n,)
             if world > 1:
                 dist.broadcast(flat, 0)                             # all ranks start from the weights of rank 0
-            # From here on all are views of the buffers: never set p.grad to None, nor p.data to another tensor. Weights
-            # that are loaded from here on must reach the shards, too: call load_state_dict.
+            own = slice(rank * len(flat) // world, (rank + 1) * len(flat) // world)
+            shard = flat[own]                                       # (n / world,)
+            shard.grad = grad[own]
+
+            # From here on all are views of the buffers: never set p.grad to None, nor p.data to another tensor.
             for p, p_data, p_grad in zip(params, flat.split(sizes), grad.split(sizes)):
                 p.data, p.grad = p_data.view_as(p), p_grad.view_as(p)
-            own = slice(rank * len(flat) // world, (rank + 1) * len(flat) // world)
-            shard = flat[own].clone() if world > 1 else flat        # (n / world,)
-            shard.grad = torch.zeros_like(shard) if world > 1 else grad
             self.flats.append(dict(flat=flat, grad=grad, shard=shard, own=own, sizes=sizes,
                                    shapes={names[p]: p.shape for p in params}))
             groups.append(dict(params=[shard], weight_decay=group["weight_decay"]))
@@ -323,10 +311,8 @@ class ShardedAdamW:
         return out if self.rank == 0 else None
 
     def load_state_dict(self, saved):
-        """Call it after model.load_state_dict. Copies the new parameters and the saved moments to this rank's shard.
-        They may have been saved by another number of ranks."""
+        """Copies the saved moments of this rank's shard. They may have been saved by another number of ranks."""
         for f in self.flats:
-            f["shard"].copy_(f["flat"][f["own"]])
             state = dict(step=torch.tensor(float(saved["step"]), device=f["shard"].device))
             for key in ("exp_avg", "exp_avg_sq"):
                 parts = [saved[name][key].view(shape).flatten() for name, shape in f["shapes"].items()]

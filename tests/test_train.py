@@ -219,7 +219,7 @@ def test_resume_takes_its_settings_from_the_checkpoint_and_the_command_line_wins
                       batch_size=24, micro_batch_size=3)
     (tmp_path / "more.py").write_text("max_iters = 9\nlog_interval = 100\nseed = 1337")     # the last two: the defaults
     before, argv = load_checkpoint(copied / "ckpt.pt")["settings"], ["--resume", f"--out_dir={copied}"]
-    with pytest.raises(UserError, match="no device 'cuda:99'; use --device=auto"):
+    with pytest.raises(UserError, match="device must be one of auto, cpu.*, but is 'cuda:99'"):
         run(argv)
     run([*argv, str(tmp_path / "more.py"), "--learning_rate=1e-2", "--device=cpu", "--init_from=b.pt"])
     changes = "max_iters: 8 -> 9, log_interval: 3 -> 100, device: cuda:99 -> cpu"

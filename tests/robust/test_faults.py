@@ -91,11 +91,11 @@ def test_weights_that_are_not_finite_are_never_saved(tiny, tmp_path, monkeypatch
 
 def test_processes_that_do_not_find_each_other_end_in_a_sentence(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="RANK is missing or empty; start all processes with torchrun"):
+    with pytest.raises(UserError, match="RANK expected, but not set.; start all of them with torchrun"):
         Parallel("cpu")
     for name, value in dict(RANK="0", MASTER_ADDR="localhost", MASTER_PORT=str(free_port())).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="do not meet at localhost:.* .*1/2 clients joined.*start all processes with"):
+    with pytest.raises(UserError, match="do not meet at localhost:.* .*1/2 clients joined.*start all of them with"):
         Parallel("cpu", timeout=1)
 
 

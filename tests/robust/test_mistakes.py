@@ -24,7 +24,7 @@ COMMANDS = [
     ("train.py --kernels=triton", "kernels must be one of auto, torch, mamba_ssm, but is 'triton'"),
     ("train.py --min_lr=1", "min_lr must be at most"),
     ("train.py --learning_rate=0", "above 0"),
-    *((f"train.py --device={name}", f"no device '{name}'") for name in ("cuda:99", "cpu:1", "cpu:x", "cpu:", "gpu")),
+    *((f"train.py --device={name}", "device must be one of auto, cpu") for name in ("cuda:99", "gpu")),
     ("train.py --out_dir={trained} --resume --d_state=16",
      "was trained with d_state=8; add its config file or these settings"),
     ("train.py --init_from={trained} --n_head=1 --reverse_scan=false", "with n_head=2, reverse_scan=True; add"),

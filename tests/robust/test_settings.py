@@ -133,15 +133,13 @@ def test_the_laptop_config_is_the_default_and_the_others_start_from_smaller_weig
 
 
 def test_a_gpu_before_ampere_runs_the_plain_operations_in_fp32(monkeypatch):
-    """A mocked T4. ops.FAST stays empty, so neither the kernels nor the engines of fast/ are chosen."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    """ops.FAST stays empty, so neither the kernels nor the engines of fast/ are chosen."""
     for capability, modern in (((8, 0), True), ((7, 5), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         assert ampere_or_later("cuda") == modern and not ampere_or_later("cpu")
         assert pick_dtype("auto", "cuda") == (torch.bfloat16 if modern else torch.float32)
     ops.FAST["ssd_scan"] = None                         # left by an earlier choice
-    assert select_kernels("auto", "cuda") == (
-        "kernels: plain (Tesla T4 has compute capability 7.5; bf16 and fast/ need 8.0)")
+    assert select_kernels("auto", "cuda").startswith("kernels: plain (bf16 and fast/ need a GPU of compute capability")
     assert ops.FAST == {}
     with pytest.raises(UserError, match="kernels=mamba_ssm needs a GPU of compute capability 8.0"):
         select_kernels("mamba_ssm", "cuda")
