@@ -9,7 +9,6 @@ One process runs the same code with world = 1, and communicates nothing.
 """
 import contextlib
 import datetime
-import importlib
 import os
 import platform
 import subprocess
@@ -101,12 +100,10 @@ def select_kernels(setting, device, training=True):
 def compile_layers(model):
     """Compiles the parts of a training step with torch.compile: the two_stream of each layer, and model.final. Does
     nothing if Triton cannot be imported, because torch.compile generates Triton kernels. Returns a line about it."""
-    try:
-        for name in ("triton", "torch._inductor.runtime.triton_compat"):       # what torch.compile uses of it
-            importlib.import_module(name)
-    except Exception as error:                          # a broken Triton fails in many ways
-        return (f"nothing is compiled, which is slow: torch cannot use Triton ({type(error).__name__}: {error}); "
-                f"`pip check` names the version that torch needs")
+    try:                                                # what torch.compile imports; a broken Triton fails in many ways
+        import torch._inductor.runtime.triton_compat, triton                    # noqa: E401, F401
+    except Exception as error:
+        return f"nothing is compiled, which is slow: torch cannot use Triton ({error!r}); see `pip check`"
     # Each kind of layer is compiled for each batch size, with and without autograd. The default limit is 8.
     torch._dynamo.config.recompile_limit = 64
     # The backward pass recomputes pointwise results (GELU, norms), which saves much memory and costs little time.

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from conftest import ARCHITECTURES, need_fast, relative_error as relative
+from conftest import ARCHITECTURES, both_times, need_fast, relative_error as relative
 
 need_fast()
 
@@ -15,13 +15,12 @@ import decoders  # noqa: E402
 import fast.two_stream as two_stream  # noqa: E402
 import ops  # noqa: E402
 from checkpoint import fingerprint, load_prompt, save_prompt  # noqa: E402
-from configurator import UserError  # noqa: E402
-from decoders import AS_SURE, DECODERS, Sampler, generate_naive  # noqa: E402
+from decoders import AS_SURE, DECODERS, Sampler  # noqa: E402
 from fast.engine import say_once  # noqa: E402
 from fast.inference import inference_model  # noqa: E402
 from model import BlockDiffusionLM, ModelConfig, cast_for_inference  # noqa: E402
 from parallel import ShardedAdamW, compile_layers, select_kernels  # noqa: E402
-from sample import SimpleEngine, generate, open_engine, read  # noqa: E402
+from sample import generate, open_engine, read  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -140,13 +139,14 @@ def test_gradients_of_attention_at_the_size_of_training_are_the_same_in_every_la
 
 
 @pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])
-def test_cached_logits_equal_all_block_logits_on_the_gpu(name):
+@both_times
+def test_cached_logits_equal_all_block_logits_on_the_gpu(name, time_conditioning):
     select_kernels("auto", "cuda")
     x0 = torch.randint(0, 999, (2, 1024), device="cuda")
     t, is_masked = gpu_model(name).draw_noise(x0)
     xt = x0.masked_fill(is_masked, 999)
     for dtype, limit in ((torch.float32, 2e-5), (torch.bfloat16, 2e-2)):
-        model = gpu_model(name).cuda()
+        model = gpu_model(name, time_conditioning=time_conditioning).cuda()
         prepared = inference_model(model, dtype)
         with torch.no_grad():
             logits = cast_for_inference(model, dtype).all_block_logits(x0, xt, t)
@@ -253,30 +253,6 @@ def test_the_host_never_waits_inside_a_block(decoder):
         assert 2 <= blocks.passes < 128
     else:
         assert blocks.passes == 2 * (64 if decoder == "first_hitting" else 6)
-
-
-@pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])
-@pytest.mark.parametrize("decoder", ["random", "confidence"])
-@pytest.mark.parametrize("time", [False, True])
-def test_prepared_weights_in_graphs_give_the_tokens_of_the_model_without_a_cache(name, decoder, time):
-    """In fp32: folded and merged weights, split products and kernels against the training path. A step may draw another
-    token where two probabilities differ by less than rounding; with this text none does."""
-    model = gpu_model(name, block_len=64, seq_len=512, time_conditioning=time).cuda()
-    prompts = torch.randint(0, 999, (2, 70), generator=torch.Generator().manual_seed(1)).cuda()
-    sampler = Sampler([0, 1], decoder, 12, mask_id=999)
-    want = generate_naive(model, prompts, 130, sampler)
-    select_kernels("auto", "cuda")
-    prepared, new_engine = open_engine("graphs", model)
-    out = generate(prepared, list(prompts), 130, sampler, new_engine)
-    assert torch.equal(torch.stack(out.tokens), want.cpu())
-
-
-def test_without_the_kernels_the_simple_engine_runs_and_graphs_say_what_they_need():
-    model = gpu_model("mamba_h", block_len=64).cuda()
-    select_kernels("torch", "cuda")
-    assert open_engine("auto", model)[1] is SimpleEngine
-    with pytest.raises(UserError, match="engine=graphs needs the Triton kernels"):
-        continue_prompts(model, (5, 70), "graphs")
 
 
 def test_a_step_that_cannot_be_recorded_runs_without_a_graph(capsys, monkeypatch):
