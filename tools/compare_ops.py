@@ -6,8 +6,8 @@ or of its bytes at that of a copy, whichever is longer. The settings are those o
     python -m tools.compare_ops                         all operations
     python -m tools.compare_ops --only=mixer,adamw      some of them
 
-Each generator below makes the tensors of one operation and yields its comparisons, which `op_row` times. On a CPU the
-tensors are small.
+Each generator below makes the tensors of one operation and yields its comparisons, the last arguments of `op_row`. On a
+CPU the tensors are small.
 """
 import copy
 import dataclasses
@@ -27,13 +27,6 @@ from configurator import check, configure, script, write_file
 from model import BlockDiffusionLM, cast_for_inference
 from checkpoint import config_from_file
 from parallel import Parallel, ShardedAdamW, hardware, pick_dtype, select_kernels
-
-
-def compared(op, ours, others, flops, nbytes, count=1, graph=True):
-    """One comparison. ours: our function. others: {name: a library's function, or a text that says why it is
-    missing}. A call runs the operation `count` times, with `flops` and `nbytes` each. graph: time it as a CUDA
-    graph, which excludes the host's time."""
-    return dict(op=op, ours=ours, others=others, flops=flops, nbytes=nbytes, count=count, graph=graph)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -70,7 +63,7 @@ def both_passes(name, ours, others, flops, weights=()):
             ("forward + backward", functools.partial(with_backward, weights=weights),
              (3 * flops, 3 * read + 2 * written))):
         rivals = {k: f if isinstance(f, str) else wrap(f, inputs) for k, (f, inputs) in others.items()}
-        yield compared(f"{name}, {what}", wrap(*ours), rivals, *work)
+        yield f"{name}, {what}", wrap(*ours), rivals, *work
 
 
 def optional(load):
@@ -183,9 +176,8 @@ def block_attention_rows(factory, big, compiled):
             return torch.no_grad()(lambda: [attend(q, *pair) for pair in pairs])
         def ours(q, keys, values):
             return ops.cached_attention(q, k, v, keys, values, held, l)
-        yield compared(f"block attention, {n:,} keys", over_all(ours, caches),
-                       {name: over_all(f, joined) for name, f in sdpa(big).items()},
-                       4 * l * (n + l) * h * e, nbytes, count)
+        yield (f"block attention, {n:,} keys", over_all(ours, caches),
+               {name: over_all(f, joined) for name, f in sdpa(big).items()}, 4 * l * (n + l) * h * e, nbytes, count)
 
 
 def cross_entropy_rows(factory, big, compiled):
@@ -200,9 +192,9 @@ def cross_entropy_rows(factory, big, compiled):
     weight = torch.rand(m, device=factory["device"]) + 1
     def with_gradients(f):
         return with_backward(lambda x, w: f(x, w, target, weight), (hidden, head))
-    yield compared("linear cross-entropy, forward + backward", with_gradients(ops.linear_cross_entropy), {
+    yield ("linear cross-entropy, forward + backward", with_gradients(ops.linear_cross_entropy), {
         "F.cross_entropy on all logits": with_gradients(ops.linear_cross_entropy_ref), "Liger": optional(load)},
-        6 * m * d * (v - 1), 3 * (hidden.nbytes + head.nbytes), graph=False)
+        6 * m * d * (v - 1), 3 * (hidden.nbytes + head.nbytes), 1, False)
 
 
 def adamw_rows(factory, big, compiled):
@@ -219,8 +211,7 @@ def adamw_rows(factory, big, compiled):
     def their_step():
         torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
         theirs.step()
-    others, nbytes = {"torch AdamW(fused=True)": their_step}, 8 * 4 * model.n_params
-    yield compared("AdamW step", our_step, others, 0, nbytes, graph=False)
+    yield "AdamW step", our_step, {"torch AdamW(fused=True)": their_step}, 0, 8 * 4 * model.n_params, 1, False
 
 
 COMPARISONS = dict(mixer=mixer_rows, attention=attention_rows, cross_entropy=cross_entropy_rows,
@@ -240,13 +231,13 @@ def measured_ceilings(dev):
 
 
 def op_row(dev, ceilings, op, ours, others, flops, nbytes, count=1, graph=True):
-    """The row of one comparison, see `compared`. of_limit: the share of the hardware's limit that we reach."""
-    row = dict(op=op, flops=flops, bytes=nbytes, **timed(ours, dev, count, graph), others={})
+    """The row of one comparison. ours: our function. others: {name: a library's function, or a text that says why it is
+    missing}. A call runs the operation `count` times, with `flops` and `nbytes` each. graph: time it as a CUDA graph,
+    which excludes the host's time. of_limit: the share of the hardware's limit that we reach."""
+    row = dict(op=op, flops=flops, bytes=nbytes, **timed(ours, dev, count, graph))
     row["limit_ms"] = 1000 * max(flops / ceilings[0], nbytes / ceilings[1])
     row["of_limit"] = row["limit_ms"] / row.get("ms", math.inf)
-    for name, f in others.items():
-        row["others"][name] = timed(f, dev, count, graph)
-    return row
+    return row | dict(others={name: timed(f, dev, count, graph) for name, f in others.items()})
 
 
 def timed(f, dev, count, graph):
@@ -299,7 +290,7 @@ def main():
     for name in bench.only or COMPARISONS:
         torch.manual_seed(0)
         for comparison in COMPARISONS[name](factory, on_gpu, on_gpu and bench.compile):
-            rows.append(op_row(dev, ceilings, **comparison))
+            rows.append(op_row(dev, ceilings, *comparison))
             show(rows[-1])
     record = json.dumps(dict(bench="ops", when=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), rows=rows,
                              matmul_tflops=ceilings[0] / 1e12, copy_tb_s=ceilings[1] / 1e12, hardware=hardware(dev),

@@ -6,6 +6,7 @@ takes without the profiler.
     python -m tools.profile_step --sampling=true --configs=mamba_h_700m         # denoising steps
 """
 import json
+from collections import Counter
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -65,15 +66,15 @@ def main():
     names = configs or ["mamba_h_350m" if dev.type == "cuda" else "laptop"]
     print(f"{', '.join(names)} on {dev} | {select_kernels('auto', dev)}", flush=True)
     for name in names:
-        config, kinds = config_from_file(name), {}
+        config, kinds = config_from_file(name), Counter()
         with torch.set_grad_enabled(not sampling):
             step = denoising_step(config, dev) if sampling else training_step(config, micro_batch_size, dev)
             wall, _, _ = measure(step, dev, warmup=2, iterations=1)            # compiles first
             kernels = kernels_of(step, dev)
-        total = sum(ms for _, _, ms in kernels)
         for key, _, ms in kernels:
-            kinds[kind_of(key)] = kinds.get(kind_of(key), 0) + ms
-        shares = ", ".join(f"{kind} {ms / total:.0%}" for kind, ms in sorted(kinds.items(), key=lambda k: -k[1]))
+            kinds[kind_of(key)] += ms
+        total = kinds.total()
+        shares = ", ".join(f"{kind} {ms / total:.0%}" for kind, ms in kinds.most_common())
         print(f"{name}: {1000 * wall:.2f} ms, {total:.2f} of them in {sum(k[1] for k in kernels)} kernels; {shares}")
         for key, calls, ms in kernels[:top]:
             print(f"  {ms:9.3f} ms {calls:6d}  {key}")
