@@ -96,18 +96,11 @@ def test_processes_on_one_or_two_nodes_train_the_same_model_as_one(tiny, tmp_pat
     assert state_of(many)["step"] == 6
 
 
-@pytest.mark.parametrize("how", ["--resume", "--init_from={trained}"])
-def test_two_processes_continue_from_the_weights_of_one(corpus, trained, tmp_path, how):
-    argv, one, two = [*EIGHT_STEPS, "--max_iters=9", f"--data={corpus}"], tmp_path / "one", tmp_path / "two"
-    if how == "--resume":
-        for out in (one, two):
-            shutil.copytree(trained, out)
-    argv.append(how.format(trained=trained))
+def test_two_processes_begin_with_the_weights_of_one(tiny, trained, tmp_path):
+    argv, one, two = [*tiny, f"--init_from={trained}"], tmp_path / "one", tmp_path / "two"
     run([*argv, f"--out_dir={one}"])
     on_nodes_of_two(tmp_path, "train.py", *argv, f"--out_dir={two}", world=2)
-    a, b = state_of(one), state_of(two)
-    assert a["step"] == b["step"] == 9
-    torch.testing.assert_close(a["model"], b["model"], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(state_of(one)["model"], state_of(two)["model"], rtol=1e-3, atol=1e-5)
 
 
 def test_our_adamw_is_torchs_with_clipped_gradients_and_weight_decay_of_matrices_alone():

@@ -73,6 +73,7 @@ COMMANDS = [
     ("tools/compare_ops.py --only=adamw,nope", "only must be one of mixer, "),
     ("tools/throughput.py empty.json", "the files hold no generation"),
     ("tools/profile_step.py --config=laptop", "did you mean configs?"),
+    ("tools/quality.py", "nothing to compare"), ("tools/prices.py", "nothing to draw"),
     ("tools/sweep.py --runs=[]", "there are no runs"), ("tools/sweep.py --runs_per_gpu=0", "at least 1"),
     ("tools/sweep.py --runs=laptop --eval_settings=mcc=1", "eval_settings: there is no setting 'mcc'"),
     ("tools/sweep.py --runs=laptop --train_settings=sed=1", "there is no setting 'sed'; did you mean seed"),

@@ -17,14 +17,6 @@ from test_data import TEXTS, decoded, documents, folder_bytes, prepared, write_j
 from tools import prepare
 
 
-def test_bytes_have_their_own_value_as_token():
-    tokenizer = data.get_tokenizer("bytes")
-    assert (tokenizer.n_vocab, tokenizer.eot_token) == (258, 256)
-    assert tokenizer.encode_ordinary("hé") == list("hé".encode()) and tokenizer.decode([104, 195, 169]) == "hé"
-    with pytest.raises(UserError, match="bytes or gpt2"):
-        data.get_tokenizer("gpt3")
-
-
 def test_gpt2_has_its_own_ids_and_the_mask_behind_them_and_counts_the_bytes_of_its_text():
     if not Path(os.environ.get("TIKTOKEN_CACHE_DIR", ""), "6d1cbeee0f20b3d9449abfede4726ed8212e3aee").exists():
         pytest.skip("the environment variable TIKTOKEN_CACHE_DIR names no folder with GPT-2's BPE files")
