@@ -11,7 +11,7 @@ import pytest
 import data
 from configurator import UserError
 from conftest import script
-from test_data import TEXTS, decoded, documents, edit_meta, folder_bytes, make_folder, prepared, write_jsonl
+from test_data import TEXTS, decoded, documents, edit_meta, make_folder, prepared, write_jsonl
 from tools import lock, prepare
 
 
@@ -102,16 +102,6 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path, command):
         assert [path for path in theirs.rglob("*") if path.is_file()] == [theirs / name]
         assert (theirs / name).read_text() == "kept"
         (theirs / name).unlink()
-
-
-def test_files_of_the_user_stay_where_they_are(tmp_path, monkeypatch):
-    path = write_jsonl(tmp_path / "mine" / "a.jsonl", documents(TEXTS))
-    (tmp_path / "new").mkdir()
-    monkeypatch.chdir(tmp_path / "new")
-    arguments = ["jsonl", "../mine/a.jsonl", "--val_fraction", 0.3, "--tokenizer", "bytes", "--out", "."]
-    assert script("data.py", *arguments)[0] == 0 and path.is_file() and Path("meta.json").is_file()
-    before = folder_bytes(".")
-    assert "local files" in script("data.py", "stdlib", "--out", ".")[1] and folder_bytes(".") == before
 
 
 def test_two_preparations_of_one_folder_do_not_run_at_a_time(tmp_path):
