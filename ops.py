@@ -7,7 +7,7 @@ The heavy operations of a block-diffusion Mamba-2 / attention hybrid, written pl
   gated_norm            the norm after it
   two_stream_attention  attention of the clean and the noisy stream in training; its rule is two_stream_rule
   cached_attention      attention of new blocks to a key/value cache and to themselves
-  linear_cross_entropy  head and loss of the masked positions, without storing all their logits
+  linear_cross_entropy  head and loss of the masked positions
   uniform               random numbers that are a function of a seed and counters
   gumbel_argmax         a draw from a softmax
 
@@ -302,66 +302,15 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
 # ----------------------------------------------------------------------------------------------
 # Head and loss
 
-def linear_cross_entropy_ref(hidden, head, target, weight):
+@replaceable
+def linear_cross_entropy(hidden, head, target, weight):
     """
     The sum of weight * cross-entropy, a scalar, under the substitution parameterisation: the last row of the head is
-    the mask token's, whose logit is minus infinity. hidden (m, d); head (vocab, d); target, weight (m,).
+    the mask token's, whose logit is minus infinity. hidden (m, d); head (vocab, d); target, weight (m,). All m * vocab
+    logits exist at once; fast/ needs only a part of them at a time.
     """
     logits = (hidden @ head[:-1].T).to(at_least_fp32(hidden.dtype))            # (m, vocab - 1)
     return (weight * F.cross_entropy(logits, target, reduction="none")).sum()
-
-
-def linear_cross_entropy(hidden, head, target, weight, max_logits=2 ** 28):
-    """The same function as `linear_cross_entropy_ref`, in tiles: at most max_logits logits exist at a time.
-    Differentiable in hidden and head."""
-    return _LinearCrossEntropy.apply(hidden, head, target, weight, max_logits)
-
-
-@replaceable
-def cross_entropy_tile(logits, target, weight, n_classes):
-    """Returns the cross-entropy (m,) of logits (m, vocab), whose columns from n_classes on do not count, and the
-    gradient of weight * cross-entropy with respect to the logits (m, vocab), which is 0 in those columns. target,
-    weight (m,). The statistics are fp32 or better; the gradient has the dtype of the logits."""
-    column = torch.arange(logits.size(1), device=logits.device)                # (vocab,)
-    x = logits.to(at_least_fp32(logits.dtype)).masked_fill(column >= n_classes, float("-inf"))
-    lse = x.logsumexp(-1)                                                      # (m,)
-    ce = lse - x.gather(1, target[:, None])[:, 0]                              # (m,)
-    one_hot = (column == target[:, None]).to(x.dtype)                          # (m, vocab)
-    return ce, ((torch.exp(x - lse[:, None]) - one_hot) * weight[:, None]).to(logits.dtype)
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    """The forward computes the loss and, because the loss is a scalar, its gradients too: three products for each tile.
-    So only one tile's logits exist at a time. The backward only scales the gradients."""
-
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="cuda")
-    def forward(ctx, hidden, head, target, weight, max_logits):
-        vocab, ctx.head_dtype, dtype = len(head), head.dtype, at_least_fp32(hidden.dtype)
-        # Rows of zeros: if vocab is not a multiple of 8, the GPU would run slow, unaligned kernels.
-        head = F.pad(head.to(hidden.dtype), (0, 0, 0, -vocab % 64)) if hidden.is_cuda else head # (vocab + padding, d)
-        loss = hidden.new_zeros((), dtype=dtype)
-        wanted = any(ctx.needs_input_grad[:2])
-        d_hidden = torch.zeros_like(hidden) if wanted else None
-        d_head = torch.zeros_like(head, dtype=dtype) if wanted else None
-
-        tile = max(1, max_logits // vocab)
-        for i in range(0, hidden.size(0), tile):
-            part, y, w = hidden[i:i + tile], target[i:i + tile], weight[i:i + tile]
-            ce, d_logits = cross_entropy_tile(part @ head.T, y, w, vocab - 1)
-            loss += (w * ce).sum()
-            if wanted:
-                d_hidden[i:i + tile] = d_logits @ head
-                d_head += d_logits.T @ part
-
-        ctx.save_for_backward(d_hidden, d_head[:vocab] if wanted else None)
-        return loss
-
-    @staticmethod
-    @torch.amp.custom_bwd(device_type="cuda")
-    def backward(ctx, grad):
-        d_hidden, d_head = ctx.saved_tensors
-        return (grad * d_hidden).to(d_hidden.dtype), (grad * d_head).to(ctx.head_dtype), None, None, None
 
 
 # ----------------------------------------------------------------------------------------------

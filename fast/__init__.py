@@ -2,7 +2,8 @@
 Everything that exists only for speed. The repository works without this folder, but runs slower.
 
   select             on a GPU, puts faster functions of the same signatures into ops.FAST
-  training           Triton kernels: scan.py, conv.py and mixer.py (Mamba layers), two_stream.py (attention)
+  training           Triton kernels: scan.py, conv.py and mixer.py (Mamba layers), two_stream.py (attention);
+                     cross_entropy.py (head and loss)
   generation         inference.py prepares a model's weights, engine.py records steps as CUDA graphs on a GPU; Triton
                      kernels: scan_block.py, cached_attention.py, step.py; plain.py has plain twins of some
   mamba_ssm.py       another backend, as a check
@@ -22,7 +23,7 @@ def select(device, training=True):
     try:
         from fast import cached_attention, conv, mixer, scan, scan_block, step
         if training:
-            from fast import two_stream
+            from fast import cross_entropy, two_stream
     except Exception as error:                          # a broken Triton fails in many ways
         return f"kernels: plain (no Triton: {type(error).__name__}: {error})"
     ops.FAST.update({
@@ -39,7 +40,7 @@ def select(device, training=True):
         return "kernels: Triton"
     ops.FAST.update({"two_stream_masks": two_stream.two_stream_masks,
                      "two_stream_attention": two_stream.two_stream_attention,
-                     "cross_entropy_tile": two_stream.cross_entropy_tile})
+                     "linear_cross_entropy": cross_entropy.linear_cross_entropy})
     if not two_stream.hopper(device):
         return "kernels: Triton; attention flex"
     why = two_stream.no_flash()

@@ -26,7 +26,6 @@ LEAST_FLASH = "4.0.0b36"
 # By default, head dimensions 52 and 56 would get tiles of 64 queries, which take a quarter longer.
 TRITON = dict(fwd_BLOCK_M=128, fwd_BLOCK_N=64)
 flex = torch.compile(flex_attention, dynamic=False)
-cross_entropy_tile = torch.compile(ops.cross_entropy_tile.plain)    # it is not attention, but needs torch.compile too
 warnings.filterwarnings("ignore", message=".*aux_data.*")       # FlashAttention-4 warns when first used
 
 

@@ -193,7 +193,7 @@ def cross_entropy_rows(factory, big, compiled):
     def with_gradients(f):
         return with_backward(lambda x, w: f(x, w, target, weight), (hidden, head))
     yield ("linear cross-entropy, forward + backward", with_gradients(ops.linear_cross_entropy), {
-        "F.cross_entropy on all logits": with_gradients(ops.linear_cross_entropy_ref), "Liger": optional(load)},
+        "F.cross_entropy on all logits": with_gradients(ops.linear_cross_entropy.plain), "Liger": optional(load)},
         6 * m * d * (v - 1), 3 * (hidden.nbytes + head.nbytes), 1, False)
 
 

@@ -16,7 +16,8 @@ pytest.importorskip("triton", reason="needs Triton: pip install triton==3.6.0")
 import decoders  # noqa: E402
 import fast  # noqa: E402
 import ops  # noqa: E402
-from fast import cached_attention, conv, inference, mixer, plain, scan, scan_block, step, two_stream  # noqa: E402
+from fast import cached_attention, conv, cross_entropy, inference, mixer  # noqa: E402
+from fast import plain, scan, scan_block, step, two_stream  # noqa: E402
 from model import BlockDiffusionLM, Mamba2, ModelConfig  # noqa: E402
 from sample import generate, open_engine  # noqa: E402
 
@@ -257,6 +258,17 @@ def test_every_replacement_has_the_name_and_the_arguments_of_what_it_replaces(mo
         got, want = ([a.name for a in g._schema.arguments] if isinstance(g, torch._ops.OpOverload) else
                      list(inspect.signature(g).parameters) for g in (f, originals[name]))
         assert got == want or name == "Mamba2.forward" and got[1:] == want[1:], name
+
+
+@pytest.mark.parametrize("max_logits", [1, 100, 10 ** 6])
+def test_cross_entropy_in_tiles_equals_the_plain_one_with_gradients(monkeypatch, max_logits):
+    monkeypatch.setattr(cross_entropy, "MAX_LOGITS", max_logits)
+    monkeypatch.setattr(cross_entropy, "tile_loss", cross_entropy.cross_entropy_tile)      # not compiled
+    hidden, head = (randn(n, 6, dtype=torch.float64).requires_grad_() for n in (13, 9))
+    target, weight = torch.randint(0, 8, (13,), device=DEVICE), torch.rand(13, device=DEVICE).double()
+    a, b = (f(hidden, head, target, weight) for f in (cross_entropy.linear_cross_entropy, ops.linear_cross_entropy))
+    torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*(torch.autograd.grad(2 * loss, (hidden, head)) for loss in (a, b)))
 
 
 @pytest.mark.parametrize("states_every", [16, 2], ids=["by_kernels", "plain"])
