@@ -277,6 +277,11 @@ class Mamba2(nn.Module):
         self.out_proj = nn.Linear(di, d, bias=False)
 
     @ops.replaceable                                    # fast/ may run another function instead, see ops.FAST
+    def project(self, u):
+        """u (r, s, d) -> z, xBC and dt side by side, (r, s, 2 d_inner + 2 n + h)."""
+        return self.in_proj(u)
+
+    @ops.replaceable
     def forward(self, u, conv=None, ssm=None, states_every=None, want_states=True):
         """
         Scans r rows of s tokens, each from a boundary state, or from zeros where it is None.
@@ -291,11 +296,8 @@ class Mamba2(nn.Module):
         """
         di, n = self.d_inner, self.d_state
 
-        # 1. Project: the gate z; x, B and C, which the convolution mixes; the step sizes dt. The weight gets rows of
-        # zeros, because tensor cores are fastest if its height is a multiple of 64.
-        weight = F.pad(self.in_proj.weight, (0, 0, 0, -self.in_proj.out_features % 64))
-        proj = F.linear(u, weight)[..., :self.in_proj.out_features]            # (r, s, 2 di + 2 n + h), no padding
-        z, xBC, dt = proj.split([di, di + 2 * n, self.heads], -1)              # xBC (r, s, c)
+        # 1. Project: the gate z; x, B and C, which the convolution mixes; the step sizes dt.
+        z, xBC, dt = self.project(u).split([di, di + 2 * n, self.heads], -1)   # xBC (r, s, c), dt (r, s, h)
 
         # 2. Convolve. Where a scan starts again, the convolution needs its last w - 1 inputs: convs are these windows
         # of xBC, one at each boundary.

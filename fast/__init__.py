@@ -29,6 +29,7 @@ def select(device, training=True):
     ops.FAST.update({
         # for whole sequences: training, and reading prompts
         "Mamba2.forward": mixer.mamba2_forward,         # its kernels run where gradients are wanted
+        "Mamba2.project": mixer.mamba2_project,         # elsewhere
         "ssd_scan": scan.ssd_scan, "causal_conv": conv.causal_conv, "gated_norm": mixer.gated_norm,
         # for single blocks: generation
         "cached_attention": cached_attention.cached_attention,

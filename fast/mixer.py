@@ -218,6 +218,11 @@ def padded_projection(mixer):
     return F.pad(mixer.in_proj.weight, (0, 0, 0, -mixer.in_proj.out_features % 64))
 
 
+def mamba2_project(mixer, u):
+    """As model.Mamba2.project, with a padded weight."""
+    return F.linear(u, padded_projection(mixer))[..., :mixer.in_proj.out_features]
+
+
 def mamba2_forward(mixer, u, conv=None, ssm=None, states_every=None, want_states=True):
     """As model.Mamba2.forward. The plain function runs if gradients are off or a size does not fit the kernels."""
     p, s, width = mixer.d_inner // mixer.heads, u.shape[1], mixer.conv_weight.shape[1]
