@@ -93,13 +93,10 @@ def test_draws_of_all_streams_positions_steps_blocks_and_seeds_are_independent_a
 
 
 def test_the_table_replaces_an_operation_until_the_plain_functions_are_asked_for(monkeypatch):
-    y, z, weight = torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.ones(4)
-    want, calls = ops.gated_norm(y, z, weight), []
-    def fast(*inputs):
-        calls.append(inputs)
-        return ops.gated_norm.plain(*inputs)
-    monkeypatch.setitem(ops.FAST, "gated_norm", fast)
-    assert torch.equal(ops.gated_norm(y, z, weight), want) and len(calls) == 1
+    inputs = torch.randn(3, 2, 3, 4)
+    want = ops.gated_norm(*inputs)
+    monkeypatch.setitem(ops.FAST, "gated_norm", lambda *inputs: -ops.gated_norm.plain(*inputs))
+    assert torch.equal(ops.gated_norm(*inputs), -want)
     with ops.plain():
-        assert torch.equal(ops.gated_norm(y, z, weight), want) and len(calls) == 1
-    assert ops.FAST == {"gated_norm": fast}
+        assert torch.equal(ops.gated_norm(*inputs), want)
+    assert torch.equal(ops.gated_norm(*inputs), -want)

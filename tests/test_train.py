@@ -106,10 +106,9 @@ def test_two_processes_begin_with_the_weights_of_one(tiny, trained, tmp_path):
 def test_our_adamw_is_torchs_with_clipped_gradients_and_weight_decay_of_matrices_alone():
     ours, plain = make_model("mamba_h"), make_model("mamba_h")
     sharded = ShardedAdamW(ours, (0.9, 0.95), 0.1)
-    rest = [p for name, p in plain.named_parameters()
-            if "norm" in name or name.endswith(("bias", "A_log", ".D"))]        # these have no weight decay
-    matrices = [p for p in plain.parameters() if all(p is not other for other in rest)]
-    adamw = torch.optim.AdamW([dict(params=matrices, weight_decay=0.1), dict(params=rest, weight_decay=0)],
+    def decay_of(name):
+        return 0 if "norm" in name or name.endswith(("bias", "A_log", ".D")) else 0.1
+    adamw = torch.optim.AdamW([dict(params=p, weight_decay=decay_of(name)) for name, p in plain.named_parameters()],
                               lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
     x0 = torch.randint(0, 22, (2, 32))
     for step in range(4):

@@ -119,15 +119,6 @@ def test_an_interrupted_sweep_goes_on_where_it_was(config, tmp_path):
     assert json.load(open(f"{out}/sweep.json"))["runs"][0]["texts"]
 
 
-def test_a_run_is_trained_when_its_last_step_was_validated(config, tmp_path):
-    """Its checkpoint is saved before."""
-    mine = sweep_with(f"--out_dir={tmp_path}").Run(config)
-    Path(mine.folder).mkdir()
-    for log, trained in (('{"step": 4, "loss": 1}', False), ('{"step": 4, "val_loss": 1}', True)):
-        Path(mine.path("log.jsonl")).write_text(log)
-        assert mine.trained() == trained
-
-
 def test_a_run_has_left_the_plateau_when_fifty_steps_have_a_lower_mean_loss():
     log = [dict(step=step, loss=loss) for step, loss in zip(range(10, 130, 10), 6 * [8.0] + 3 * [7.1] + 3 * [5.0])]
     left = sweep_with("--plateau=7").left_plateau
