@@ -98,6 +98,7 @@ def prepare_stdlib(out="data/stdlib", root=None):
     if (out / "meta.json").exists():
         return read_meta(out)
 
+    print(f"preparing {out} from the source of this Python's standard library", flush=True)
     documents, splits, skipped = {"train": [], "val": []}, {}, 0
     for name in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
         if not STDLIB_EXCLUDED.search(name):

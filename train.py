@@ -17,16 +17,14 @@ import functools
 import json
 import math
 import os
-import shlex
 import signal
 import sys
 import time
 
 import torch
-from tqdm import tqdm
 
 from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from configurator import UserError, check, configure, fit, script, settings_of
+from configurator import UserError, check, configure, script, settings_of
 from data import VOCABULARY, TokenData, bits_per_byte, byte_baselines, prepare_stdlib
 from model import BlockDiffusionLM, ModelConfig
 from nelbo import NATS, nelbo_sums, noise_generators, strata
@@ -88,34 +86,33 @@ dist_timeout = 300                      # seconds after which a collective that 
 # ----------------------------------------------------------------------------------------------
 
 
-# What saves a checkpoint and ends a run.
-SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
-# Validation losses can be compared if these settings are equal.
-VALIDATION = "seq_len", "block_len", "eval_sequences", "eval_samples", "seed"
-
-
-def main(given=()):
+def main(given):
     """given: the names of the settings that were given, on the command line or by its config files."""
     # 1. Settings and processes.
     path, best_path = (os.path.join(out_dir, name) for name in ("ckpt.pt", "best.pt"))
-    record = load_checkpoint(path, "optimizer", "settings", "step") if resume else None
-    changed = take_settings(path, record["settings"], given) if resume else ""
+    if resume:
+        record = load_checkpoint(path, "optimizer", "settings", "step")
+        take_settings(path, record["settings"], given)
     check_settings()
-    parallel, signals = Parallel(device, dist_timeout), []  # signals: those that this process has received
-    dev, say = parallel.device, functools.partial(report, parallel.rank, signals)
+    parallel = Parallel(device, dist_timeout)
+    dev, say = parallel.device, functools.partial(report, parallel.rank)
     kernels_line = select_kernels(kernels, dev)
     if not resume:
         new_folder()
 
     # 2. Data.
-    train_data, val, val_bytes = open_data(parallel, say)   # val (n, s): the validation sequences
+    if data == "data/stdlib" and parallel.rank == 0:
+        prepare_stdlib(data)                                # on first use
+    parallel.barrier()                                      # the others wait for it
+    train_data, val_data = (TokenData(data, split, tokenizer) for split in ("train", "val"))
+    val = val_data.sequences(seq_len, eval_sequences)       # (n, s): the validation sequences
 
     # 3. Model and optimizer.
     config = ModelConfig(vocab_size=VOCABULARY[train_data.tokenizer],
                          **{k: v for k, v in globals().items() if k in ModelConfig.__dataclass_fields__})
     torch.manual_seed(seed)
     model = BlockDiffusionLM(config, init_std, embed_std).to(dev)
-    if init_from and not resume:                            # before ShardedAdamW, which copies the weights
+    if init_from and not resume:
         load_weights(init_from, load_checkpoint(find_checkpoint(init_from)), model)
     optimizer = ShardedAdamW(model, (beta1, beta2), weight_decay, parallel.rank, parallel.world)
     step, lowest = 0, lowest_validation(best_path)          # steps done; the lowest validation loss and its step
@@ -123,7 +120,6 @@ def main(given=()):
         load_weights(path, record, model)
         optimizer.load_state_dict(record["optimizer"])
         step, record = record["step"], None                 # frees the memory
-        say(f"resuming at step {step}{changed}")
     about = dict(tokenizer=train_data.tokenizer, settings=settings_of(globals()))       # in each checkpoint
     micro_batches = micro_batches_of(parallel.rank, parallel.world, batch_size, micro_batch_size)
     share_work(6 * model.n_params * len(micro_batches[0]) * seq_len)
@@ -136,29 +132,25 @@ def main(given=()):
     say(f"{config.n_layer} layers, width {config.d_model}, {model.n_params:,} parameters | "
         f"{parallel.world} x {dev} {'bf16' if use_bf16 else 'fp32'} | {kernels_line}\n"
         f"{train_data.n_tokens:,} training tokens | {batch_size} x {seq_len} tokens a step, "
-        f"micro-batches: {len(micro_batches)} | {max_iters * batch_size * seq_len:,} tokens in all")
+        f"micro-batches: {len(micro_batches)} | from step {step} to {max_iters}")
 
     # 5. The loop. losses (nats per token) and times (seconds) are those of the steps since the last row of the log;
-    # bad_steps counts the steps in a row, up to now, that were not finite.
+    # signals are those that this process has received.
+    started, stopping, losses, times, signals = time.time(), False, [], [], []
     catch_signals(signals)
-    started, stopping, bad_steps, losses, times = time.time(), False, 0, [], []
     while True:
         # Save before validating: a validation may take long, and a second Ctrl-C during it then loses nothing. So a
         # run that is resumed here may validate once more. One that began with other weights validates at step 0, too.
         due = step >= max_iters or step % eval_interval == 0 and (step > 0 or init_from)
         if due or stopping:
-            save(path, model, parallel, optimizer, step=step, **about)
-        if stopping:
-            say(f"stopped at step {step}; continue with --resume --out_dir={shlex.quote(out_dir)}")
-            break
-        if due:
+            save(path, model, parallel, optimizer=optimizer.state_dict(), step=step, **about)
+        if due and not stopping:
             val_loss = validate(model, val, parallel, autocast, len(micro_batches[0]))
-            say(f"{step:>6}/{max_iters} validation {val_loss:.4f} nats per token",
-                dict(step=step, val_loss=finite(val_loss, 5)))
+            say(f"{step:>6}/{max_iters} validation {val_loss:.4f}", dict(step=step, val_loss=round(val_loss, 5)))
             if val_loss < lowest[0]:
                 lowest = val_loss, step
                 save(best_path, model, parallel, step=step, val_loss=val_loss, **about)
-        if step >= max_iters:
+        if stopping or step >= max_iters:
             break
 
         # One step of training.
@@ -168,24 +160,24 @@ def main(given=()):
         loss = add_gradients(model, train_data, step, micro_batches, autocast)
         norm = float(optimizer.reduce_gradients())          # of the whole gradient, all ranks together
         loss, stopping = parallel.sum([float(loss), len(signals)])      # of all ranks: the loss, and how many signals
-        # The same on all ranks: both are sums over ranks.
-        bad_steps = 0 if math.isfinite(loss) and math.isfinite(norm) else bad_steps + 1
-        if bad_steps == 3:
-            raise UserError(f"three steps in a row were not finite; lower learning_rate and --resume if {path} exists")
-        if bad_steps:
-            say(f"step {step}: loss {loss}, gradient norm {norm}: step skipped")
-        else:
-            optimizer.step(lr, min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0)
-            losses.append(loss)
+        if not math.isfinite(loss + norm):                  # the same on all ranks: both are sums over ranks
+            raise UserError(f"step {step} is not finite; lower learning_rate, and --resume if {path} exists")
+        optimizer.step(lr, min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0)
         step += 1
+        losses.append(loss)
         times.append(time.time() - step_started)
         if step % log_interval == 0 or step == max_iters:
-            say(*describe(step, losses, times, lr, norm))
+            loss, ms = sum(losses) / len(losses), 1000 * sum(times) / len(times)
+            row = dict(step=step, loss=round(loss, 5), lr=lr, grad_norm=round(norm, 4), ms=round(ms, 2),
+                       tok_per_s=round(1000 * batch_size * seq_len / ms), memory=torch.cuda.max_memory_allocated())
+            say(f"{step:>6}/{max_iters} loss {loss:.4f} | lr {lr:.2e} | grad {norm:.2f} | {ms:.0f} ms | "
+                f"{row['tok_per_s']:,} tok/s | {ms * (max_iters - step) / 60_000:.0f} min left", row)
             losses, times = [], []
 
-    if parallel.rank == 0 and not stopping:
-        say(result(time.time() - started, val_loss, val, val_bytes, train_data))
-    if lowest[0] < math.inf:
+    if stopping:
+        say(f"stopped at step {step}; continue with --resume --out_dir={out_dir}")
+    elif parallel.rank == 0:
+        say(f"trained in {(time.time() - started) / 60:.1f} minutes; {result(val_loss, val, val_data, train_data)}")
         say(f"validation was lowest at step {lowest[1]} ({lowest[0]:.4f} nats per token); {best_path} has its weights")
     parallel.close()
     if signals:
@@ -226,32 +218,14 @@ def add_gradients(model, train_data, step, micro_batches, autocast):
     return loss
 
 
-def finite(x, digits):
-    """x, rounded; None, as JSON knows no NaN, if it is not finite."""
-    return round(x, digits) if math.isfinite(x) else None
-
-
-def describe(step, losses, times, lr, norm):
-    """The line on the screen and the row of the log after `step` steps. losses (nats per token), times (seconds): of
-    the steps since the last row. A step that was skipped has no loss."""
-    ms = 1000 * sum(times) / len(times)
-    mean = sum(losses) / len(losses) if losses else math.nan
-    row = dict(step=step, loss=finite(mean, 5), lr=lr, grad_norm=finite(norm, 4), ms=round(ms, 2),
-               tok_per_s=round(1000 * batch_size * seq_len / ms), memory=torch.cuda.max_memory_allocated())
-    memory = f"{row['memory'] / 2**30:.1f} GiB | " if row["memory"] else ""    # it is 0 without a GPU
-    eta = tqdm.format_interval(ms / 1000 * (max_iters - step))
-    return (f"{step:>6}/{max_iters} {'#' * int(20 * step / max_iters):<20} loss {mean:.4f} | lr {lr:.2e} | "
-            f"grad {norm:.2f} | {ms:.0f} ms | {row['tok_per_s']:,} tok/s | {memory}ETA {eta}"), row
-
-
-def report(rank, signals, line, row=None):
-    """On rank 0, appends a row to the log, if there is one, and prints a line. An error ends the run, but not after a
-    signal: SIGHUP says that the terminal is gone, and the checkpoint comes first."""
-    with contextlib.suppress(*[OSError] if signals else []):
-        if rank == 0 and row:
-            with open(os.path.join(out_dir, "log.jsonl"), "a") as log:
-                log.write(json.dumps(row) + "\n")
-        if rank == 0:
+def report(rank, line, row=None):
+    """On rank 0, appends a row to the log, if there is one, and prints a line. Where it goes may be gone, such as the
+    terminal after SIGHUP: that ends no run."""
+    if rank == 0 and row:
+        with open(os.path.join(out_dir, "log.jsonl"), "a") as log:
+            log.write(json.dumps(row) + "\n")
+    if rank == 0:
+        with contextlib.suppress(OSError):
             print(line, flush=True)
 
 
@@ -261,7 +235,7 @@ def catch_signals(received):
     def on_signal(number, frame):
         received.append(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    for sig in SIGNALS:
+    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(sig) != signal.SIG_IGN:         # nohup ignores SIGHUP
             signal.signal(sig, on_signal)
 
@@ -276,13 +250,11 @@ def validate(model, val, parallel, autocast, batch_size):
     return parallel.sum([sums[..., NATS].sum()])[0] / (eval_samples * val.numel())
 
 
-def save(path, model, parallel, optimizer=None, **about):
-    """Writes a checkpoint; one to resume from if it has the optimizer. A collective. Raises UserError, and keeps the
-    file before, if a weight is not finite or the file cannot be written."""
+def save(path, model, parallel, **about):
+    """Writes a checkpoint. Raises UserError, and keeps the file before, if a weight is not finite or the file cannot be
+    written."""
     if not all(p.isfinite().all() for p in model.parameters()):                # the same on all ranks
         raise UserError(f"a weight is not finite; lower learning_rate and --resume if {path} exists")
-    if optimizer:
-        about["optimizer"] = optimizer.state_dict()         # a collective
     if parallel.rank == 0:
         save_checkpoint(path, model, **about)
 
@@ -301,56 +273,48 @@ def load_weights(path, record, model):
 
 def lowest_validation(path):
     """The validation loss of the weights in best.pt, and their step. (infinity, 0) if there is no such file, or if that
-    validation cannot be compared with this run's."""
+    validation cannot be compared with this run's: it took other sequences or other noise."""
     record = load_checkpoint(path) if os.path.exists(path) else {}
-    comparable = all(record.get("settings", {}).get(name) == globals()[name] for name in VALIDATION)
+    deciding = "seq_len", "block_len", "eval_sequences", "eval_samples", "seed"
+    comparable = all(record.get("settings", {}).get(name) == globals()[name] for name in deciding)
     return (record.get("val_loss", math.inf), record["step"]) if comparable else (math.inf, 0)
 
 
-def result(seconds, val_loss, val, val_bytes, train_data):
+def result(val_loss, val, val_data, train_data):
     """The last validation in words, with what simple statistics of the bytes reach on the same text."""
-    text = (f"trained in {tqdm.format_interval(seconds)}; validation NELBO {val_loss:.4f} nats per token, perplexity "
-            f"{math.exp(min(val_loss, 700)):.2f}, {bits_per_byte(val_loss, val.numel(), val_bytes):.3f} bits per byte, "
-            f"on {val.numel():,} tokens")
-    if train_data.tokenizer != "bytes":
-        return text
-    # Counts from at most 20M bytes, which takes 0.5 GB of memory.
-    base = byte_baselines(train_data.sequences(seq_len, 2 * 10 ** 7 // seq_len), val)
-    return (f"{text}\nbaselines on the same text: byte bigram {base['bigram']:.3f}, "
-            f"byte unigram {base['unigram']:.3f} bits per byte")
+    n_bytes = int(val_data.sequence_bytes(seq_len, eval_sequences).sum())
+    text = (f"validation NELBO {val_loss:.4f} nats per token, perplexity {math.exp(min(val_loss, 700)):.2f}, "
+            f"{bits_per_byte(val_loss, val.numel(), n_bytes):.3f} bits per byte, on {val.numel():,} tokens")
+    if train_data.tokenizer == "bytes":
+        # Counts from at most 20M bytes, which takes 0.5 GB of memory.
+        base = byte_baselines(train_data.sequences(seq_len, 2 * 10 ** 7 // seq_len), val)
+        text += (f"\nbaselines on the same text: byte bigram {base['bigram']:.3f}, "
+                 f"byte unigram {base['unigram']:.3f} bits per byte")
+    return text
 
 
 # ----------------------------------------------------------------------------------------------
 # The start
 
 def take_settings(path, saved, given):
-    """
-    Gives this run the settings of the checkpoint that it continues, `saved`, except those in `given`. A setting that
-    this revision does not know is ignored. Returns what differs, for a message. Raises UserError for another text.
-    """
-    ours, text = settings_of(globals()), saved["data"]
-    if "data" in given and os.path.realpath(data) != os.path.realpath(text):
-        raise UserError(f"{path} was trained on {text}, not on {data}: leave data out to continue with that text, or "
-                        f"begin with --init_from={shlex.quote(path)} --out_dir=FOLDER to train its weights on another; "
-                        f"if it has moved, make {text} a link to it (ln -s)")
+    """Gives this run the settings of the checkpoint that it continues, `saved`, except those in `given`. A setting that
+    this revision does not know is ignored. Raises UserError for another text."""
+    if "data" in given and os.path.realpath(data) != os.path.realpath(saved["data"]):
+        raise UserError(f"{path} was trained on {saved['data']}, not on {data}: leave data out to continue with that "
+                        f"text, or begin with --init_from={path} --out_dir=FOLDER to train its weights on another; "
+                        f"if it has moved, make {saved['data']} a link to it (ln -s)")
     # out_dir is where the checkpoint was found, not the saved one; init_from is what the run began with.
-    given = {*given} - {"out_dir", "resume", "init_from"}
-    known = {k: fit(k, v, ours[k], path) for k, v in saved.items() if k in ours and k not in ("out_dir", "resume")}
-    changed = [f"{k}: {v} -> {ours[k]}" for k, v in known.items() if k in given and v != ours[k]]
-    globals().update({k: v for k, v in known.items() if k not in given})
-    return f" with {', '.join(changed)}" if changed else ""
+    taken = settings_of(globals()).keys() - {"out_dir", "resume", *given} | {"init_from"}
+    globals().update({k: v for k, v in saved.items() if k in taken})
 
 
 def check_settings():
     """Raises UserError, before any file is written, for settings that cannot work."""
     check(globals(), least=dict(batch_size=1, micro_batch_size=0, max_iters=1, min_lr=0, grad_clip=0, seed=0,
-                                eval_interval=1, eval_sequences=0, eval_samples=1, log_interval=1, dist_timeout=1,
-                                short_len=1, short_iters=0),
-          most=dict(min_lr=learning_rate, t_min=t_max, t_max=1), above=dict(learning_rate=0, t_min=0),
-          choices=dict(dtype=("auto", "float32", "bfloat16"), tokenizer=("auto", *VOCABULARY)))
+                                eval_interval=1, eval_sequences=0, eval_samples=1, log_interval=1, short_len=1),
+          most=dict(min_lr=learning_rate, t_min=t_max, t_max=1), above=dict(learning_rate=0, t_min=0))
     if short_iters and (seq_len % short_len or block_len < seq_len and short_len % block_len):
-        raise UserError(f"short_len must divide seq_len ({seq_len}) into whole blocks, but is {short_len}; add "
-                        f"--short_len={block_len}, or --short_iters=0 for none")
+        raise UserError(f"short_len must divide seq_len ({seq_len}) into whole blocks, but is {short_len}")
     if warmup_iters >= max_iters:
         raise UserError(f"warmup_iters must be below max_iters ({max_iters}), but is {warmup_iters}; "
                         f"add --warmup_iters=0")
@@ -359,24 +323,9 @@ def check_settings():
 def new_folder():
     """Makes out_dir. Raises UserError if it holds a run, which a new one would overwrite."""
     os.makedirs(out_dir, exist_ok=True)
-    for name in ("ckpt.pt", "best.pt", "log.jsonl"):
-        path = os.path.join(out_dir, name)
-        if os.path.exists(path) and os.path.getsize(path):
-            how = "add --resume to continue it, " if name == "ckpt.pt" else "without ckpt.pt it cannot be resumed: "
-            raise UserError(f"{path} holds a run; {how}move it away, or choose another --out_dir")
-
-
-def open_data(parallel, say):
-    """The training data; the validation sequences (n, s), and how many bytes of text these are. The default text, the
-    standard library of this Python, is prepared on first use. A collective."""
-    if data == "data/stdlib" and not os.path.exists(os.path.join(data, "meta.json")) and parallel.rank == 0:
-        say("preparing data/stdlib from this Python's own source files")
-        prepare_stdlib(data)
-    parallel.barrier()                                      # the others wait while rank 0 prepares data
-    train_data, val_data = (TokenData(data, split, tokenizer) for split in ("train", "val"))
-    val_bytes = val_data.sequence_bytes(seq_len, eval_sequences).sum()
-    return train_data, val_data.sequences(seq_len, eval_sequences), int(val_bytes)
-
+    if found := {"ckpt.pt", "best.pt", "log.jsonl"} & {*os.listdir(out_dir)}:
+        how = "add --resume to continue it, " if "ckpt.pt" in found else ""
+        raise UserError(f"{out_dir} holds a run; {how}move it away, or choose another --out_dir")
 
 
 if __name__ == "__main__":

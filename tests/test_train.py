@@ -159,7 +159,7 @@ def test_a_run_begins_with_the_weights_of_another_block_length(corpus, trained, 
     x0 = TokenData(corpus, "val", "bytes").sequences(32, 4)
     sums = sums_of(model, x0, seed=1337, mc=2)          # (4, 2, 3)
     run([*tiny, f"--init_from={trained}", f"--block_len={block_len}", "--eval_samples=2"])
-    assert f" 0/4 validation {sums[..., 0].sum() / (2 * x0.numel()):.4f} nats" in capsys.readouterr().out
+    assert f" 0/4 validation {sums[..., 0].sum() / (2 * x0.numel()):.4f}\n" in capsys.readouterr().out
     record = load_checkpoint(tmp_path / "ckpt.pt", "optimizer")
     assert record["step"] == record["optimizer"]["step"] == 4 and record["config"]["block_len"] == block_len
 
@@ -205,7 +205,7 @@ def change_checkpoint(path, **settings):
     torch.save(record, path)
 
 
-def test_resume_takes_its_settings_from_the_checkpoint_and_the_command_line_wins(copied, tmp_path, capsys):
+def test_resume_takes_its_settings_from_the_checkpoint_and_the_command_line_wins(copied, tmp_path):
     """The checkpoint is of another revision, folder and machine, one with 8 GPUs."""
     change_checkpoint(copied / "ckpt.pt", eval_only=False, out_dir="elsewhere", init_from="a.pt", device="cuda:99",
                       batch_size=24, micro_batch_size=3)
@@ -214,8 +214,6 @@ def test_resume_takes_its_settings_from_the_checkpoint_and_the_command_line_wins
     with pytest.raises(UserError, match="device must be one of auto, cpu.*, but is 'cuda:99'"):
         run(argv)
     run([*argv, str(tmp_path / "more.py"), "--learning_rate=1e-2", "--device=cpu", "--init_from=b.pt"])
-    changes = "max_iters: 8 -> 9, log_interval: 3 -> 100, device: cuda:99 -> cpu"
-    assert f"resuming at step 8 with {changes}\n" in capsys.readouterr().out
     record, ours = load_checkpoint(copied / "ckpt.pt"), dict(max_iters=9, log_interval=100, device="cpu", resume=True)
     assert record["step"] == 9 and {**before, **record["settings"]} == {**before, **ours, "out_dir": str(copied)}
 
