@@ -13,7 +13,6 @@ batch (one row for each sample), l the tokens of a block, m any number of tokens
 import codecs
 import collections
 import functools
-import itertools
 import math
 import signal
 import sys
@@ -26,7 +25,7 @@ from tqdm import tqdm
 import ops
 from checkpoint import copy_row, fingerprint, load_prompt, open_checkpoint, save_prompt
 from configurator import UserError, check, configure, script
-from decoders import AS_SURE, ActiveBlock, Sampler, check_decoder, select
+from decoders import AS_SURE, ActiveBlock, Sampler, select
 from model import Attention, BiMamba, cast_for_inference
 from parallel import has_fast, pick_device, pick_dtype, select_kernels, share_work
 
@@ -34,7 +33,7 @@ from parallel import has_fast, pick_device, pick_dtype, select_kernels, share_wo
 # Settings
 checkpoint = "auto"                     # file, folder (out_dir) or hf://owner/name; auto: out, else the one that ships
 prompt = ""                             # text to continue (start, in nanoGPT); empty: a new document
-prompt_file = ""                        # a UTF-8 file with the prompt
+prompt_file = ""                        # a UTF-8 file with text to continue; prompt, if given, comes after it
 suffix = ""                             # known text after the gap, which `length` tokens fill exactly
 save_cache = ""                         # write the prompt and its cache to this file, NAME.cache
 load_cache = ""                         # continue from a cache that save_cache wrote; the prompt comes after its text
@@ -56,7 +55,6 @@ kernels = "auto"                        # auto; torch: the plain operations; mam
 engine = "auto"                         # auto, simple, fused or graphs, see open_engine; all draw the same numbers
 # ----------------------------------------------------------------------------------------------
 
-ENGINES = ("auto", "simple", "fused", "graphs")
 MASK = "\u2591"
 
 
@@ -113,7 +111,7 @@ def open_engine(wanted, model, dtype=torch.float32):
     All engines use the same random numbers. Their tokens differ only where rounding of the logits changes a draw or a
     choice by certainty. Raises UserError for an engine that cannot run.
     """
-    check(dict(engine=wanted), choices=dict(engine=ENGINES))
+    check(dict(engine=wanted), choices=dict(engine=("auto", "simple", "fused", "graphs")))
     device_type = model.embed.weight.device.type
     if device_type == "mps":
         raise UserError("device=mps cannot sample, because draws need fp64; use --device=cpu")
@@ -152,15 +150,14 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
     device, mask = model.embed.weight.device, sampler.mask_id
     suffix = torch.as_tensor(suffix).tolist()
     l, starts, n_blocks = plan(model.config, prompts, length, len(suffix))
-    if len(sampler.seeds) != len(prompts):
-        raise UserError(f"the sampler has {len(sampler.seeds)} seeds; give it {len(prompts)}, one for each prompt")
+    assert len(sampler.seeds) == len(prompts), "the sampler needs one seed for each prompt"
     assert cache is None or int(cache.lengths) <= min(starts), "a prompt is shorter than what the cache holds of it"
 
     # A block is committed so that the blocks after it can see it. No block comes after the last one, so it is never
     # committed, and the rows need no room for it.
     rows_cache = model.new_cache(len(prompts), max(starts) + (n_blocks - 1) * l, l)
     engine = new_engine(model, rows_cache, sampler, l)
-    read_rows(model, [prompt[:start] for prompt, start in zip(prompts, starts)], rows_cache, cache)
+    read(model, [prompt[:start] for prompt, start in zip(prompts, starts)], rows_cache, cache)
 
     # The first active block of a row begins with what the prompt has after its last whole block. The suffix is known,
     # too: a masked position sees both sides.
@@ -168,8 +165,7 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
     blocks = [(row[start:] + [mask] * length + suffix + [mask] * l)[:l] for row, start in zip(rows, starts)]
     n_masked = max(block.count(mask) for block in blocks)
     active = torch.tensor(blocks, device=device)        # (b, l)
-    n_known = [len(row) - start for row, start in zip(rows, starts)]       # tokens of the block that the row has
-    n_left = [length + len(suffix)] * len(rows)         # tokens that the row still lacks; 0: it has ended
+    ends = [len(row) + length + len(suffix) for row in rows]        # the length at which each row ends
     started = now(device)
 
     # While block k is unmasked, the cache holds keys, values and states of the first starts[i] + k l tokens of row i,
@@ -179,20 +175,21 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
         x0 = engine.decode(active, n_masked, on_step)                          # (b, l), no mask left
         # tolist waits for the device. With CUDA graphs it waits elsewhere only in ActiveBlock.steps.
         for i, block in enumerate(x0.tolist()):
-            new = block[n_known[i]:][:n_left[i]]
+            begin = starts[i] + k * l                                          # where this block is in the row
+            new = block[len(rows[i]) - begin:ends[i] - begin]                  # nothing if the row has ended
             if stop_token in new:
                 new = new[:new.index(stop_token) + 1]
-                n_left[i] = len(new)
+                ends[i] = len(rows[i]) + len(new)
             rows[i] += new
-            n_left[i] -= len(new)
             if on_block:
                 on_block(i, new)
-        if not any(n_left):                             # after the last block at the latest
+        if all(len(row) == end for row, end in zip(rows, ends)):               # after the last block at the latest
             break
 
         engine.commit(x0)
         active.fill_(mask)
-        n_masked, n_known = l, [0] * len(rows)
+        n_masked = l
+
     rows = [torch.tensor(row) for row in rows]
     return Generation(rows, engine.passes, now(device) - started, rows_cache.nbytes)
 
@@ -215,8 +212,7 @@ def plan(config, prompts, length, n_suffix=0):
     tokens and 11 masks, the second has 16 masks, of which 9 are needed. Raises UserError for a request that cannot be
     served, before any work.
     """
-    if not prompts or length < 1:
-        raise UserError(f"length and the number of prompts must be at least 1, but are {length} and {len(prompts)}")
+    assert prompts and length > 0, "nothing is asked for: length and the number of prompts must be at least 1"
     totals = [len(p) + length + n_suffix for p in prompts]
     if config.full_sequence and min(totals) != max(totals):
         raise UserError("a full-sequence model takes prompts of one length at a time; give it others in another call")
@@ -234,45 +230,38 @@ def plan(config, prompts, length, n_suffix=0):
     return l, starts, n_blocks
 
 
-def read(model, tokens, cache, known=None):
-    """Fills a cache of one row with tokens (m,), which are whole blocks, and returns it. known: None, or a cache of one
-    row with the first of them, which is copied. On a terminal, a bar appears after two seconds."""
-    if known is not None:
-        copy_row(known, cache)
-    rest = tokens[None, int(cache.lengths):].to(cache.lengths.device)          # (1, those that the cache lacks)
-    model.prefill(rest, cache, progress=functools.partial(
-        tqdm, desc="reading the prompt", unit=" chunks", disable=None, delay=2, leave=False))
-    return cache
-
-
-def read_rows(model, prefixes, cache, known=None):
-    """Fills row i of a cache with prefixes[i] (m,). Rows with the same prefix are read once. known: as for `read`."""
+def read(model, prefixes, cache, known=None):
+    """Fills row i of a cache with prefixes[i] (m,), which are whole blocks, and returns the cache. Rows with the same
+    prefix are read once. known: None, or a cache of one row with the first tokens of every prefix, which is copied. On
+    a terminal, a bar appears after two seconds."""
+    bar = functools.partial(tqdm, desc="reading the prompt", unit=" chunks", disable=None, delay=2, leave=False)
     first = {}                                          # prefix -> the first row with it
     for i, prefix in enumerate(prefixes):
         row, text = cache[i:i + 1], tuple(prefix.tolist())
-        if text:
-            read(model, prefix, row, first.get(text, known))
-            first.setdefault(text, row)
+        if (source := first.setdefault(text, known)) is not None:
+            copy_row(source, row)
+        rest = prefix[None, int(row.lengths):].to(row.lengths.device)          # (1, those that the row lacks)
+        model.prefill(rest, row, progress=bar)
+        first[text] = row
+    return cache
 
 
 # ----------------------------------------------------------------------------------------------
 # The script
 
-def read_text(prompt, prompt_file):
-    """The text of --prompt or --prompt_file, or "" if neither is given."""
-    if prompt and prompt_file:
-        raise UserError("prompt and prompt_file are both given; leave one out")
+def read_text():
+    """The text to continue: that of --prompt_file, then that of --prompt."""
     try:
-        return Path(prompt_file).read_text("utf-8-sig") if prompt_file else prompt
+        return (Path(prompt_file).read_text("utf-8-sig") if prompt_file else "") + prompt
     except UnicodeError as error:
         raise UserError(f"{prompt_file} is not UTF-8 (byte {error.start}); convert it with iconv") from None
 
 
 def line_of(tokenizer, tokens, mask_id):
-    """A block, a list of tokens and masks, as a line of text. Known neighbours are decoded together, because a
-    character may take several tokens; where some are missing, it looks like a mask."""
-    parts = [(is_mask, list(part)) for is_mask, part in itertools.groupby(tokens, lambda token: token == mask_id)]
-    text = "".join(MASK * len(part) if is_mask else tokenizer.decode(part) for is_mask, part in parts)
+    """A block, a list of tokens and masks, as a line of text. A character may take several tokens: where some of its
+    bytes are missing, it looks like a mask."""
+    parts = [MASK.encode() if token == mask_id else tokenizer.decode_single_token_bytes(token) for token in tokens]
+    text = b"".join(parts).decode(errors="replace")
     return text.replace("\ufffd", MASK).replace("\n", "\u23ce").replace("\t", " ")
 
 
@@ -303,26 +292,24 @@ class Printer:
 
 
 def main():
-    check(globals(), least=dict(length=1, num_samples=1, seed=0, tokens_per_step=0),
-          most=dict(num_samples=2 ** 20, seed=2 ** 62), endings=dict(save_cache=".cache"),
-          choices=dict(dtype=("auto", "float32", "bfloat16"), engine=ENGINES))
-    check_decoder(dict(globals(), tokens_per_step=tokens_per_step or 1))
-    text, dev = read_text(prompt, prompt_file), pick_device(device)
+    check(globals(), least=dict(length=1, num_samples=1, seed=0), endings=dict(save_cache=".cache"))
+    text, dev = read_text(), pick_device(device)
     # `encode` refuses a word of the command line that is not UTF-8. The tokenizer would change it in silence.
     (text + suffix).encode()
     kernels_line = select_kernels(kernels, dev, training=False)
     model, tokenizer, path, _ = open_checkpoint(checkpoint, dev)
     for name in sorted(name for name in tokenizer.special_tokens_set if name in text + suffix):
         print(f"{name} in the prompt or suffix is read as text, not as a special token", file=sys.stderr)
+
     c, n_params, weight_dtype = model.config, model.n_params, pick_dtype(dtype, dev)
     # Before open_engine, which changes the weights.
     made_by = fingerprint(model, weight_dtype) if save_cache or load_cache else None
-
     tokens, cache = load_prompt(load_cache, c, made_by) if load_cache else (torch.zeros(0, dtype=torch.long), None)
     # A new document begins after an end-of-text.
     new = tokenizer.encode_ordinary(text) or [tokenizer.eot_token] * (not load_cache)
     tokens = torch.cat([tokens, torch.tensor(new, dtype=torch.long)])          # (m,)
     suffix_tokens = tokenizer.encode_ordinary(suffix)
+
     l, (start,), _ = plan(c, [tokens], length, len(suffix_tokens))
     per_step = tokens_per_step or math.ceil(c.block_of(length) / 16)           # then a block takes 16 steps or fewer
     sampler = Sampler([seed + i for i in range(num_samples)], decoder, per_step, threshold, entropy_bound, temperature,
@@ -332,8 +319,6 @@ def main():
     pace = globals()[decoder] if decoder in AS_SURE else f"with {min(sampler.tokens_per_step, l)} tokens a step"
     print(f"{path}: {n_params:,} parameters on {dev}, {kernels_line}, decoder {decoder} {pace}, seed {seed}",
           file=sys.stderr)
-    if temperature == 0 and num_samples > 1 and decoder not in ("random", "first_hitting"):
-        print(f"all samples are equal: with temperature=0, decoder={decoder} draws nothing", file=sys.stderr)
 
     def show(xt):
         print(line_of(tokenizer, xt[0].tolist(), c.mask_id), file=sys.stderr, flush=True)
@@ -341,8 +326,9 @@ def main():
     shown = tokenizer.decode(tokens[tokens != tokenizer.eot_token].tolist())
     printer = Printer(tokenizer, shown, live=not watch)
     if save_cache:
-        cache = read(model, tokens[:start], model.new_cache(1, start), cache)
+        cache = read(model, [tokens[:start]], model.new_cache(1, start), cache)
         save_prompt(save_cache, tokens, cache, made_by)
+
     try:
         out = generate(model, [tokens] * num_samples, length, sampler, new_engine,
                        tokenizer.eot_token if stop_at_eot else None, printer.block, show if watch else None, cache,

@@ -100,7 +100,7 @@ def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_token_for_
     prompt, = prompts_of(prompt_length + more)
     want = generate(model, [prompt] * 2, 21, make_sampler(model, 2)).tokens
     held, in_blocks, mark = prompt_length // 8 * 8, len(prompt) // 8 * 8, fingerprint(model, torch.float32)
-    save_prompt(path, prompt[:prompt_length], read(model, prompt[:held], model.new_cache(1, held)), mark)
+    save_prompt(path, prompt[:prompt_length], read(model, [prompt[:held]], model.new_cache(1, held)), mark)
     tokens, cache = load_prompt(path, model.config, mark)
     assert torch.equal(tokens, prompt[:prompt_length])
     prefill, sizes = BlockDiffusionLM.prefill, []
@@ -110,7 +110,7 @@ def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_token_for_
     assert all(torch.equal(a, b) for a, b in zip(out.tokens, want))
     # What comes after it is read once for both rows; they are committed together, 16 tokens at a time.
     assert [n for n in sizes if 0 < n < 16] == ([in_blocks - held] if in_blocks > held else [])
-    longer = read(model, prompt[:in_blocks], model.new_cache(1, in_blocks), cache)
+    longer = read(model, [prompt[:in_blocks]], model.new_cache(1, in_blocks), cache)
     alone = generate_by(engine, model, [prompt], 21, make_sampler(model), cache=longer)
     assert torch.equal(alone.tokens[0], want[0])
 

@@ -274,7 +274,7 @@ def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_on_the_gpu
     mark, engine = fingerprint(model, dtype), open_engine("graphs", model, dtype)
     want = continue_prompts(model, (200,), engine)
     tokens = want.tokens[0][:200]                       # three whole blocks of 64, and 8 tokens
-    save_prompt(path, tokens, read(engine[0], tokens[:192], engine[0].new_cache(1, 192)), mark)
+    save_prompt(path, tokens, read(engine[0], [tokens[:192]], engine[0].new_cache(1, 192)), mark)
     tokens, cache = load_prompt(path, model.config, mark)
     assert torch.equal(continue_prompts(model, (len(tokens),), engine, cache=cache).tokens[0], want.tokens[0])
 

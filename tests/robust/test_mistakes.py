@@ -41,7 +41,6 @@ COMMANDS = [
     ("train.py --block_size=8", "did you mean seq_len?"),
     ("sample.py --engine=graphs --save_cache=a.cache", "a GPU"),
     pytest.param("sample.py --engine=fused", "engine=fused needs fast/", marks=without_fast),
-    ("sample.py --prompt_file=a.txt", "leave one out"),
     ("sample.py --prompt= --prompt_file=nope", "nope"),
     ("sample.py --prompt= --prompt_file=latin", "latin is not UTF-8 (byte 3"),
     ("sample.py --prompt=caf\udce9", "surrogates not allowed"),

@@ -31,8 +31,6 @@ def laptop(tmp_path_factory):
 @pytest.mark.parametrize("name, lengths, length, suffix, seeds, message", [
     ("mamba_h", [4], 262_144, [], 1, "make 262152 tokens in whole blocks, .* rotary capacity"),
     ("mamba_h", [7, 16], 262_128, [], 2, "make 262152 tokens in whole blocks"),     # the first row needs a block more
-    ("mamba_h", [4], 0, [], 1, "must be at least 1, but are 0 and 1"), ("mamba_h", [], 8, [], 1, "are 8 and 0"),
-    ("mamba_h", [4], 8, [], 2, "has 2 seeds; give it 1"),
     ("mamba_h", [17], 6, [1, 2], 1, "a gap must fit one block: length and suffix are 8 tokens, .* has room for 7"),
     ("attention", [3, 4], 8, [], 2, "takes prompts of one length at a time")])
 def test_bad_requests_are_refused_before_any_work(monkeypatch, name, lengths, length, suffix, seeds, message):
@@ -87,7 +85,7 @@ def test_the_script_saves_a_prompt_and_goes_on_from_it_later(laptop, tmp_path):
 def test_a_saved_prompt_of_other_weights_is_refused(tmp_path):
     path, model, prompt = str(tmp_path / "a.cache"), make_model("mamba_h", torch.float32), prompts_of(19)[0]
     mark = fingerprint(model, torch.float32)
-    save_prompt(path, prompt, read(model, prompt[:16], model.new_cache(1, 16)), mark)
+    save_prompt(path, prompt, read(model, [prompt[:16]], model.new_cache(1, 16)), mark)
     other = make_model("mamba_h", torch.float32)
     other.layers[1].mixer.fwd.D.data[0] += 1e-6         # a single value of the smallest parameter
     turned = make_model("mamba_h", torch.float32, rope_theta=1e5)
@@ -121,11 +119,13 @@ def test_a_device_without_fp64_is_refused_and_the_plain_engine_runs_a_mixer_that
             sample.open_engine(engine, model_on(device))
 
 
-def test_all_settings_reach_the_generation_and_watch_prints_a_line_for_each_step(laptop, monkeypatch, capsys):
+def test_all_settings_reach_the_generation_and_watch_prints_a_line_for_each_step(laptop, tmp_path, monkeypatch, capsys):
     asked = []
+    (tmp_path / "a.txt").write_text("de")
     monkeypatch.setattr(sample, "generate", lambda *args: asked.append(args) or generate(*args))
-    run(monkeypatch, laptop, prompt="def ", suffix="()", length=9, num_samples=2, seed=7, temperature=0.5, top_k=9,
-        top_p=0.8, decoder="confidence", tokens_per_step=3, stop_at_eot=True, watch=True)
+    run(monkeypatch, laptop, prompt_file=str(tmp_path / "a.txt"), prompt="f ", suffix="()", length=9, num_samples=2,
+        seed=7, temperature=0.5, top_k=9, top_p=0.8, decoder="confidence", tokens_per_step=3, stop_at_eot=True,
+        watch=True)
     _, prompts, length, sampler, _, stop_token, *_, suffix = asked[0]
     assert [bytes(p.tolist()) for p in prompts] == [b"def "] * 2 and bytes(suffix) == b"()"
     assert (length, stop_token) == (9, 256)
@@ -178,12 +178,11 @@ def test_a_signal_ends_the_script_with_what_it_has_and_status_128_plus_its_numbe
     assert printed == script(*how, "--length=15")[1]    # the first block
 
 
-def test_a_special_token_in_a_prompt_and_equal_samples_are_said(laptop, monkeypatch, capsys):
-    run(monkeypatch, laptop, prompt="a<|endoftext|>b", num_samples=2, temperature=0.0, decoder="confidence")
+def test_a_special_token_in_a_prompt_is_said(laptop, monkeypatch, capsys):
+    run(monkeypatch, laptop, prompt="a<|endoftext|>b")
     printed, said = capsys.readouterr()
     assert said.startswith("<|endoftext|> in the prompt or suffix is read as text")
-    first, second = printed.split("--- sample 2 ---")
-    assert first.strip() == second.strip() != "a<|endoftext|>b" and "all samples are equal: with temperature=0, decoder=confidence" in said
+    assert printed.startswith("a<|endoftext|>b")
 
 
 def test_the_default_is_a_run_in_out_or_else_the_model_that_ships_in_any_folder(saved, tmp_path, monkeypatch):
