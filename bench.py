@@ -13,12 +13,9 @@ kernels, and ends with one JSON line. On a CPU it measures a small model. Speed 
   generation, block model  up to 8K tokens whole generations; beyond, the sum of block times, interpolated over prefixes
   full-sequence model      one step times length / p, since all steps run over the same window
 """
-import contextlib
-import dataclasses
 import functools
 import json
 import os
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -42,7 +39,6 @@ lengths = []                            # generated lengths; []: the paper's
 batch = [1]                             # batch sizes of `sample`
 tokens_per_step = 16                    # p, tokens revealed per step
 micro_batch_size = 8                    # training sequences per device
-seq_len = 0                             # tokens of a training sequence; 0: as in the config file
 warmup = 5                              # iterations before the measured ones, after the very first one
 iterations = 15                         # measured iterations
 out = ""                                # also write the JSON to this file
@@ -69,7 +65,7 @@ def measure(step, dev, warmup, iterations, in_a_row=1):
             step()
         times.append((now(dev) - start) / calls)
     counted = times[1 + warmup:]
-    median = statistics.median(counted)
+    median = float(np.median(counted))
     return median, (max(counted) - min(counted)) / median, times[0]
 
 
@@ -78,6 +74,14 @@ def matmul_ceiling(dev, n=8192, dtype=torch.bfloat16):
     fraction of this number."""
     a, b = torch.randn(2, n, n, device=dev, dtype=dtype)
     return 2 * n ** 3 / measure(lambda: a @ b, dev, 3, 5, in_a_row=5)[0]
+
+
+def release():
+    """Frees compiled code and memory that nothing holds any longer, and resets the peak memory."""
+    torch.compiler.reset()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def train_flops(config, s, masked=0.5):
@@ -108,25 +112,6 @@ def train_flops(config, s, masked=0.5):
     return 3 * total
 
 
-def release():
-    """Frees the compiled code and the memory of the last measurement, and resets the peak memory."""
-    torch.compiler.reset()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-@contextlib.contextmanager
-def or_too_large(row):
-    """A context for a measurement. If it does not fit in memory, row["error"] says so, and the run continues."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "out of memory" not in str(error).lower():
-            raise
-        row["error"] = "does not fit in memory"
-
-
 def models(size, dev):
     """(name, ModelConfig) of each config to measure: the setting `only`, or by default the four models of this size;
     on a CPU config/laptop.py."""
@@ -138,23 +123,24 @@ def models(size, dev):
 # bench.py train
 
 def bench_train(parallel):
-    """Yields a row for each model of 350M: synthetic batches, forward, backward, optimizer."""
+    """Yields for each model of 350M what is known of a row, and the function that measures the rest."""
     dev, world = parallel.device, parallel.world
-    configs = [(name, dataclasses.replace(c, seq_len=seq_len, block_len=c.blocks_of(seq_len)[1]) if seq_len else c)
-               for name, c in models("350m", dev)]      # a setting that cannot work is refused before any measurement
     ceiling = matmul_ceiling(dev) if ampere_or_later(dev) else None
-    for name, config in configs:
-        release()
-        row, s = dict(config=name, length=config.seq_len, gpus=world, batch=micro_batch_size * world), config.seq_len
-        with or_too_large(row):
-            step = training_step(config, micro_batch_size, dev, parallel.rank, world)
-            median, row["spread"], row["compile_s"] = measure(step, dev, warmup, iterations)
-            row.update(tok_per_s=s * row["batch"] / median, ms=1000 * median,
-                       peak_gib=torch.cuda.max_memory_allocated() / 2 ** 30,
-                       mfu=ceiling and train_flops(config, s) * micro_batch_size / median / ceiling)
-        if s == 8192:                                   # the paper's only length; its figures are of eight GPUs
+    for name, config in models("350m", dev):
+        row = dict(config=name, length=config.seq_len, gpus=world, batch=micro_batch_size * world)
+        if config.seq_len == 8192:                      # the paper's only length; its figures are of eight GPUs
             row["paper"] = paper.TRAIN.get(name.removesuffix("_350m"), 0) / 8 * world
-        yield row
+        yield row, functools.partial(time_training, config, parallel, ceiling)
+
+
+def time_training(config, parallel, ceiling):
+    """Fields for a row: synthetic batches, forward, backward, optimizer."""
+    step = training_step(config, micro_batch_size, parallel.device, parallel.rank, parallel.world)
+    seconds, spread, first = measure(step, parallel.device, warmup, iterations)
+    speed = micro_batch_size / seconds                  # sequences a second on each device
+    return dict(spread=spread, compile_s=first, tok_per_s=speed * parallel.world * config.seq_len, ms=1000 * seconds,
+                peak_gib=torch.cuda.max_memory_allocated() / 2 ** 30,
+                mfu=ceiling and train_flops(config, config.seq_len) * speed / ceiling)
 
 
 def training_step(config, batch, dev, rank=0, world=1):
@@ -179,9 +165,9 @@ def training_step(config, batch, dev, rank=0, world=1):
 # ----------------------------------------------------------------------------------------------
 # bench.py sample
 
-@torch.no_grad()
 def bench_sample(parallel):
-    """Yields a row for each model of 700M and length, with random weights. Batch 1 is the paper's protocol."""
+    """Yields for each model of 700M, with random weights, and length what is known of a row, and the function that
+    measures the rest. Batch 1 is the paper's protocol."""
     dev, on_gpu = parallel.device, parallel.device.type == "cuda"
     for name, config in models("700m", dev):
         with torch.device(dev):
@@ -191,15 +177,13 @@ def bench_sample(parallel):
         most = (65536 if config.full_sequence else config.rope_capacity) if on_gpu else 1024
         for b in batch:
             for length in lengths or [n for n in paper.LADDER if b * n <= most]:
-                release()
                 row = dict(config=name, length=length, batch=b, tokens_per_step=tokens_per_step)
-                with or_too_large(row):
-                    row.update(time_generation(model, new_engine, b, length))
                 if (b, tokens_per_step) == (1, 16):     # the paper's protocol
                     row["paper"] = paper.SAMPLE.get(name.removesuffix("_700m"), {}).get(length)
-                yield row
+                yield row, functools.partial(time_generation, model, new_engine, b, length)
 
 
+@torch.no_grad()
 def time_generation(model, new_engine, b, length):
     """Fields for a row: b generations of `length` tokens side by side. capture_s: seconds to build the engine, which
     may record CUDA graphs."""
@@ -277,19 +261,28 @@ def main(words):
     benches = dict(train=bench_train, sample=bench_sample)
     configure(globals(), [what] if what.startswith("-") else words)
     check(dict(globals(), subcommand=what), choices=dict(subcommand=benches), endings=dict(out=".json"),
-          least=dict(iterations=1, warmup=0, micro_batch_size=1, tokens_per_step=1, seq_len=0))
+          least=dict(iterations=1, warmup=0, micro_batch_size=1, tokens_per_step=1))
     for n in (*lengths, *batch):
         if type(n) is not int or not 0 < n <= ModelConfig.rope_capacity:
             raise UserError(f"lengths and batch are whole numbers from 1 to {ModelConfig.rope_capacity}, not {n!r}")
+
     parallel, rows = Parallel(device), []
     machine, line = hardware(parallel.device), select_kernels(kernels, parallel.device, training=what == "train")
     if parallel.rank > 0:
         sys.stdout = open(os.devnull, "w")              # rank 0 prints for all
     print(f"{parallel.world} x {', '.join(f'{k} {v}' for k, v in machine.items())}, {line}")
     print(f"{'config':<22}{'length':>8}{'batch':>6}{'tokens/s':>12}{'+-':>9}{'paper, A100':>12}", flush=True)
-    for row in benches[what](parallel):
+    for row, measured in benches[what](parallel):
+        release()                                       # what the measurement before has left
+        try:
+            row.update(measured())
+        except RuntimeError as error:
+            if "out of memory" not in str(error).lower():
+                raise
+            row["error"] = "does not fit in memory"
         rows.append(row)
         show(row)
+
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     record = json.dumps(dict(bench=what, when=when, rows=rows, hardware=machine, kernels=line))
     print(record, flush=True)                           # before write_file, which may fail

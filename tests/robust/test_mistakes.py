@@ -65,7 +65,6 @@ COMMANDS = [
     ("data.py jsonl a.jsonl --tokens=9", "takes no"),
     *((f"data.py jsonl a.jsonl --out=new --val_fraction={value}", "must be ") for value in ("-1", "nan", "1")),
     ("bench.py trian", "subcommand must be one of train, sample, but is 'trian'"),
-    ("bench.py train --only=laptop --seq_len=100", "whole blocks of block_len 16"),
     ("bench.py train --only=laptop,nope", "config file nope cannot be run (FileNotFoundError"),
     ("bench.py train --out=x.pt", "out must be a .json file"),
     ("bench.py sample --batch=many", "whole numbers from 1 to 262144, not 'many'"),
