@@ -582,6 +582,8 @@ class BlockDiffusionLM(nn.Module):
         uniform = torch.stack([torch.rand(n_blocks + s, generator=g) for g in generators]).to(x0.device)
         level, token = uniform.split([n_blocks, s], 1)                         # each in [0, 1)
         t = least + (most - least) * (i + level) / parts                       # (b, n_blocks)
+        if l == 1:                                      # the bound does not depend on t: mask every token. The model
+            t = torch.ones_like(t)                      # is then autoregressive, and the bound its exact likelihood.
         return t, token < t.repeat_interleave(l, 1)                            # (b, s)
 
     def forward(self, x0, generator=None, **noise):

@@ -37,10 +37,12 @@ def license_text():
 # Exact likelihoods
 
 @block_models
-def test_at_block_length_1_the_nelbo_at_t_1_is_the_exact_autoregressive_likelihood(name):
+def test_at_block_length_1_every_token_is_masked_and_the_nelbo_is_the_exact_autoregressive_likelihood(name):
     model = make_model(name, vocab_size=4, seq_len=3, block_len=1)
     x = torch.cartesian_prod(*[torch.arange(3)] * 3)                           # all 27 sequences
-    nats = sequence_nelbo(model, x, torch.ones_like(x, dtype=torch.bool), torch.ones(27, 3))[:, NATS]
+    t, is_masked = model.draw_noise(x, stratum=(1, 2), t_range=(0.3, 0.7))
+    assert is_masked.all() and (t == 1).all()
+    nats = sequence_nelbo(model, x, is_masked, t)[:, NATS]
     np.testing.assert_allclose(nats, price_of(model, x, "strided:1")[0])
     assert float(torch.exp(-nats).sum()) == pytest.approx(1) and nats.std() > 0.1
 
