@@ -5,7 +5,7 @@ Everything that exists only for speed. The repository works without this folder,
   training           Triton kernels: scan.py, conv.py and mixer.py (Mamba layers), two_stream.py (attention);
                      cross_entropy.py (head and loss)
   generation         inference.py prepares a model's weights, engine.py records steps as CUDA graphs on a GPU; Triton
-                     kernels: scan_block.py, cached_attention.py, step.py; plain.py has plain twins of some
+                     kernels: scan_block.py, cached_attention.py, step.py; block_ops.py: the engines' operations
   mamba_ssm.py       another backend, as a check
 
 Every kernel is tested against a plain twin.

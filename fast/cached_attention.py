@@ -1,6 +1,6 @@
 """
 Triton kernel: attention of one active block to a long cache and to itself. It replaces ops.cached_attention and
-plain.cached_attention_pairs. Inference only.
+block_ops.cached_attention_pairs. Inference only.
 
 The block has l tokens, of which m are queries (all, or some). Each query sees all n cached tokens and the whole block.
  1. Split keys. One head has few query tiles (a tile is M queries by N keys), too few to fill a GPU. So the keys are
@@ -196,7 +196,7 @@ def block_attention(q, k_cache, v_cache, lengths, k_own, v_own, num_splits=0):
 
 def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
     """
-    Replaces ops.cached_attention and plain.cached_attention_pairs. There may be fewer caches c than rows; row i then
+    Replaces ops.cached_attention and block_ops.cached_attention_pairs. There may be fewer caches c than rows; row i
     reads cache i mod c. With a single block, q may hold only some of its queries.
 
     The kernel takes one block at a time. If there are several blocks, each but the last is first written to the cache,

@@ -3,7 +3,7 @@ Triton kernels of the short causal convolution and its SiLU, with a carried stat
 
   causal_conv_forward, conv_backward_into    the convolution and its backward, one kernel each, for fast/mixer.py
   causal_conv        replaces ops.causal_conv without gradients
-  causal_conv_both   replaces plain.causal_conv_both: two directions at once, for generation
+  causal_conv_both   replaces block_ops.causal_conv_both: two directions at once, for generation
 
 The convolution is bound by memory, so it is not fused with the scan, which is bound by registers and products.
 
@@ -194,7 +194,7 @@ def causal_conv(u, weight, bias, initial):
 
 
 def causal_conv_both(u, weight, bias, initial):
-    """As plain.causal_conv_both: direction 0 runs forward from initial (r, w - 1, c), direction 1 runs backward from
+    """As block_ops.causal_conv_both: direction 0 runs forward from initial (r, w - 1, c), direction 1 backward from
     zeros. u (r, s, 2, c), weight (2, c, w), bias (2, c) -> (r, s, 2, c). Or direction 0 alone, without the axis of 2.
     Sums are fp32. No gradients."""
     return causal_conv_forward(rowwise(u), weight.contiguous(), bias.contiguous(), rowwise(initial.to(u.dtype)))

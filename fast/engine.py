@@ -15,7 +15,7 @@ import torch
 import ops
 from configurator import UserError
 from decoders import ActiveBlock, select
-from fast import plain
+from fast import block_ops
 
 
 class FastBlock(ActiveBlock):
@@ -38,8 +38,8 @@ class FastBlock(ActiveBlock):
         if self.next_positions is None:
             super().write(positions, tokens)
         else:                                           # `positions` are next_positions
-            plain.unmask_and_advance(self.xt, self.next_positions, tokens, self.sampler.mask_id, self.permutation,
-                                     self.step)
+            block_ops.unmask_and_advance(self.xt, self.next_positions, tokens, self.sampler.mask_id, self.permutation,
+                                         self.step)
 
 
 class FastEngine:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import ops
 from configurator import UserError
-from fast import plain                  # replaceable operations: on a GPU these calls run Triton kernels
+from fast import block_ops              # replaceable operations: on a GPU these calls run Triton kernels
 from model import Attention, BlockDiffusionLM, Layer, Modulation, cast_for_inference, modulate
 
 FEW_ROWS = 512                          # rows of two blocks of 256: a finished one and the active one
@@ -57,8 +57,8 @@ def linear_gelu(x, weight, bias):
 
 
 # ----------------------------------------------------------------------------------------------
-# Mixers. They return (parts, power), which plain.join_parts turns into the mixer's output. parts (P, b, m, d): partial
-# products to be summed. power (b, m, 2, h): mean squares for the RMS norms that they still lack; None: no norm.
+# Mixers. They return (parts, power), which block_ops.join_parts turns into the mixer's output. parts (P, b, m, d):
+# partial products to be summed. power (b, m, 2, h): mean squares for the RMS norms that they still lack; None: no norm.
 # at (b, m): the positions to compute, given in the last layer alone; None: all of them.
 
 class InferenceAttention:
@@ -71,12 +71,12 @@ class InferenceAttention:
         """As InferenceLayer.step. The keys and values of finished blocks are appended to the cache first, so that the
         active blocks see them there."""
         qkv = self.mixer.qkv(u).unflatten(-1, (3, self.mixer.n_head, -1))      # (b, l, 3, h, e)
-        q, k = plain.rotate_block(qkv, rope, lengths, *(state if commit else ()))
+        q, k = block_ops.rotate_block(qkv, rope, lengths, *(state if commit else ()))
         v = qkv[:, :, 2]                                                       # (b, l, h, e) each
         if commit and last:
             q, k, v, lengths = (x[len(u) // 2:] for x in (q, k, v, lengths))
         q, k, v = (x.transpose(1, 2) for x in (pick(q, at), k, v))             # (b, h, m or l, e) each
-        y = plain.cached_attention_pairs(q, k, v, *state, lengths, u.size(1))  # (b, h, m, e)
+        y = block_ops.cached_attention_pairs(q, k, v, *state, lengths, u.size(1))  # (b, h, m, e)
         return linear_in_parts(y.transpose(1, 2).flatten(2), self.mixer.out_proj.weight), None
 
 
@@ -85,7 +85,7 @@ class InferenceMamba:
     Both directions of a BiMamba as one mixer of double width: one input projection, one convolution, one scan, one
     output projection. The direction is an axis of size 2 after the tokens; the reverse direction reads the tokens from
     the end, so nothing is flipped or copied. The gated norm divides a token by one number, so the division can follow
-    the output projection (plain.join_parts does it); the norm's weight is folded into that projection.
+    the output projection (block_ops.join_parts does it); the norm's weight is folded into that projection.
     """
 
     @torch.no_grad()
@@ -112,7 +112,7 @@ class InferenceMamba:
         """Whether the merged mixer can run: it needs both directions, and a block that one kernel can scan and that is
         not shorter than the state of the convolution."""
         shortest = self.mixer.fwd.conv_weight.size(1) - 1
-        return self.mixer.reverse_scan and shortest <= u.size(1) <= plain.SCAN_ROW
+        return self.mixer.reverse_scan and shortest <= u.size(1) <= block_ops.SCAN_ROW
 
     def step(self, u, state, lengths, rope, at, commit, last):
         """As InferenceLayer.step. The cached states move to the end of the finished blocks."""
@@ -125,7 +125,7 @@ class InferenceMamba:
         return (noisy if last else torch.cat([*clean, noisy]))[None], None
 
     def scan(self, u, conv, ssm, commit):
-        """Everything before the output projection: y (b, l, 2, h, p) and power, as plain.scan_block returns them.
+        """Everything before the output projection: y (b, l, 2, h, p) and power, as block_ops.scan_block returns them.
         commit: u holds finished and active blocks, and the cached states conv and ssm are updated."""
         h, di, n, inner = self.heads, self.d_inner, self.d_state, self.inner
         proj = F.linear(u, self.w_in)                                          # (b, l, 2 inner + 2 h + padding)
@@ -137,10 +137,10 @@ class InferenceMamba:
             end = xBC[:len(u) // 2, xBC.size(1) - conv.size(1):, 0]
             columns = torch.cat([conv, end])
             conv.copy_(end)
-        xBC = plain.causal_conv_both(xBC, self.conv_weight, self.conv_bias, columns)
+        xBC = block_ops.causal_conv_both(xBC, self.conv_weight, self.conv_bias, columns)
         x, B, C = xBC.split([di, n, n], -1)                                    # (b, l, 2, .)
         x, z = x.unflatten(-1, (h, -1)), z.unflatten(-1, (h, -1))
-        return plain.scan_block(x, dt, self.dt_bias, self.A, B, C, self.D, ssm, z, self.chunk_len, commit)
+        return block_ops.scan_block(x, dt, self.dt_bias, self.A, B, C, self.D, ssm, z, self.chunk_len, commit)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -149,8 +149,8 @@ class InferenceMamba:
 class InferenceLayer(Layer):
     """
     A layer with the mixers and products above. Between layers the residual stream is a tuple (h, parts, bias): h, and
-    what is still to be added to it. The next norm makes the addition (plain.add_norm), which saves a pass over memory.
-    Prompts are read by the plain layer's `extend`.
+    what is still to be added to it. The next norm makes the addition (block_ops.add_norm), which saves a pass over
+    memory. Prompts are read by the plain layer's `extend`.
     """
 
     def __init__(self, layer, dtype):
@@ -163,19 +163,19 @@ class InferenceLayer(Layer):
     def read(self, residual, mod):
         """Adds what is pending to h. Returns h (b, l, d) and the mixer's input."""
         h, parts, bias = residual
-        h, u = plain.add_norm(h, parts, None, bias, self.norm1.weight, self.norm1.bias)
+        h, u = block_ops.add_norm(h, parts, None, bias, self.norm1.weight, self.norm1.bias)
         return h, modulate(u, mod.shift, mod.scale)
 
     def add(self, h, parts, power, mod):
         """Adds the mixer's (parts, power) to h and runs the MLP. The MLP's result is left pending."""
         if mod.gate is not None:
-            parts, power = (mod.gate * plain.join_parts(parts, power))[None], None
-        h, u = plain.add_norm(h, parts, power, None, self.norm2.weight, self.norm2.bias)
+            parts, power = (mod.gate * block_ops.join_parts(parts, power))[None], None
+        h, u = block_ops.add_norm(h, parts, power, None, self.norm2.weight, self.norm2.bias)
         up, down = self.mlp[0], self.mlp[2]
         u = linear_gelu(modulate(u, mod.mlp_shift, mod.mlp_scale), up.weight, up.bias)
         parts, bias = linear_in_parts(u, down.weight), down.bias
         if mod.mlp_gate is not None:
-            parts, bias = (mod.mlp_gate * (plain.join_parts(parts) + bias))[None], None
+            parts, bias = (mod.mlp_gate * (block_ops.join_parts(parts) + bias))[None], None
         return h, parts, bias
 
     def step(self, residual, cond, state, lengths, rope, at, commit, last):
@@ -224,7 +224,7 @@ class InferenceModel(BlockDiffusionLM):
     def final(self, residual, cond):
         """Adds what the last layer left pending, then the final norm and modulation."""
         h, parts, bias = residual
-        u = plain.add_norm(h, parts, None, bias, self.norm.weight, self.norm.bias)[1]
+        u = block_ops.add_norm(h, parts, None, bias, self.norm.weight, self.norm.bias)[1]
         return u if cond is None else modulate(u, *self.adaln(cond).chunk(2, -1))
 
     def run_layers(self, tokens, t, cache, lengths, at, commit):

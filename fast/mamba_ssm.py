@@ -17,7 +17,7 @@ import torch
 
 import ops
 from configurator import UserError
-from fast import plain
+from fast import block_ops
 
 CHUNK = 256                             # the longest chunk
 
@@ -64,7 +64,7 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, states_every=None, chunk_len
     state_passing compute these states in fp32 first; then every chunk is scanned as a row of its own from its state.
     """
     (b, s, h, p), n = x.shape, B.size(-1)
-    l = plain.largest_divisor(states_every or s, CHUNK)  # chunks end where a state is wanted
+    l = block_ops.largest_divisor(states_every or s, CHUNK)  # chunks end where a state is wanted
     if l % 16 or p % 16 or n % 16 or x.dtype == torch.float64:
         return ops.ssd_scan.plain(x, dt, A, B, C, D, initial_state, states_every, chunk_len, want_states)
     chunk_state, state_passing, chunk_scan = library()

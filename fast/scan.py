@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-import fast.plain as plain
+import fast.block_ops as block_ops
 import ops
 from fast.triton_tools import LOG2E, add_pairs, dot, operator, rowwise, statewise, strides
 
@@ -33,12 +33,12 @@ def fits(p, n):
 def scan_row(s, states_every):
     """
     The length of a row for s tokens whose states are wanted every states_every positions (None: s). It is the largest
-    divisor of that which is at most plain.SCAN_ROW, so every state that is wanted is at a row boundary. If that is
+    divisor of that which is at most block_ops.SCAN_ROW, so every state that is wanted is at a row boundary. If that is
     below 16, a row reaches from one wanted state to the next.
     """
     whole = states_every or s
     assert s % whole == 0, f"{s} positions are not a multiple of states_every = {states_every}"
-    row = plain.largest_divisor(whole, plain.SCAN_ROW)
+    row = block_ops.largest_divisor(whole, block_ops.SCAN_ROW)
     return row if row >= 16 else whole
 
 

@@ -1,6 +1,6 @@
 """
-Triton kernel of the scan of one block, both directions at once, for generation. It replaces plain.scan_block. The scan
-and the names in its kernels are explained in fast/scan.py, which scans long sequences.
+Triton kernel of the scan of one block, both directions at once, for generation. It replaces block_ops.scan_block. The
+scan and the names in its kernels are explained in fast/scan.py, which scans long sequences.
 
 Without a GPU, Triton's interpreter tests it:    python -m pytest tests/kernels/test_kernels.py -k "ways or pairs"
 Time it on one, in whole models:                 python bench.py sample
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-import fast.plain as plain
+import fast.block_ops as block_ops
 from fast.scan import StepSizes, first_state, fits, load2, place, settings, softplus, store2, tile_scores, walk
 from fast.triton_tools import LOG2E, dot, rowwise, sigmoid, statewise, strides
 
@@ -79,10 +79,10 @@ def block_kernel(x, dt, bias, A, B, C, D, s0, z, y, power, l, h, sxr, sxl, sxw, 
 
 
 def scan_block(x, dt, dt_bias, A, B, C, D, ssm, z, chunk_len=128, commit=False):
-    """As plain.scan_block, without gradients. chunk_len is ignored. The plain function runs for sizes that the kernels
-    do not support."""
+    """As block_ops.scan_block, without gradients. chunk_len is ignored. The plain function runs for sizes that the
+    kernels do not support."""
     if not fits(x.shape[-1], B.shape[-1]):
-        return plain.scan_block.plain(x, dt, dt_bias, A, B, C, D, ssm, z, chunk_len, commit)
+        return block_ops.scan_block.plain(x, dt, dt_bias, A, B, C, D, ssm, z, chunk_len, commit)
     (x, B, C, z), s0, finished = map(rowwise, (x, B, C, z)), statewise(ssm), 0
     if commit:
         finished, s0 = len(ssm), torch.cat([ssm, ssm])  # the second half gets the states after the finished blocks

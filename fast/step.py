@@ -1,13 +1,13 @@
 """
 Triton kernels: the small ones of a denoising step. Inference only.
 
-  add_norm        replaces plain.add_norm: an addition to the residual stream and the norm after it, in one pass
-  rotate_block    replaces plain.rotate_block: rotates one block's queries and keys. When a finished block is committed,
-                  the same kernel writes its keys and values into the cache
+  add_norm        replaces block_ops.add_norm: an addition to the residual stream and the norm after it, in one pass
+  rotate_block    replaces block_ops.rotate_block: rotates one block's queries and keys. When a finished block is
+                  committed, the same kernel writes its keys and values into the cache
   uniform         replaces ops.uniform by one kernel. In PyTorch, Philox's ten rounds are more than a hundred kernels.
   gumbel_argmax   replaces ops.gumbel_argmax. The noise is computed in registers, so memory traffic is one read of the
                   logits. Noise is fp32, with full relative precision even in its tail, where it is large.
-  unmask_and_advance    replaces that of plain.py: writes drawn tokens over masks and looks up the next positions
+  unmask_and_advance    replaces that of block_ops.py: writes drawn tokens over masks and looks up the next positions
 
 Without a GPU, Triton's interpreter tests them:
 
@@ -59,7 +59,7 @@ def add_norm_kernel(h, parts, power, bias, weight, shift, out, normed, tokens, e
 
 
 def add_norm(h, parts, power, bias, weight, shift):
-    """As plain.add_norm, for contiguous tensors."""
+    """As block_ops.add_norm, for contiguous tensors."""
     P, heads = 0 if parts is None else len(parts), 1 if power is None else power.shape[-1]
     tensors = (h, parts, power, bias, weight, shift)
     assert all(u is None or u.is_contiguous() for u in tensors), "tensors must be contiguous"
@@ -103,7 +103,7 @@ def rotate_kernel(qkv, table, lengths, out, k_cache, v_cache, sines, sr, sl, scb
 
 
 def rotate_block(qkv, table, lengths, k_cache=None, v_cache=None):
-    """As plain.rotate_block."""
+    """As block_ops.rotate_block."""
     r, l, _, h, e = qkv.shape
     assert qkv.stride()[2:] == (h * e, e, 1), "heads must be adjacent"
     assert all(u is None or u.stride()[-2:] == (u.shape[-1], 1) for u in (table, k_cache, v_cache)), (
@@ -212,8 +212,8 @@ def gumbel_argmax(logits, positions, seed, step, begin):
 
 
 def unmask_and_advance(xt, positions, drawn, mask_id, permutation, step):
-    """As plain.unmask_and_advance: xt (b, l), positions and drawn (b, p), permutation (b, l), step (b,), all int64 and
-    contiguous. Writes into xt, positions and step."""
+    """As block_ops.unmask_and_advance: xt (b, l), positions and drawn (b, p), permutation (b, l), step (b,), all int64
+    and contiguous. Writes into xt, positions and step."""
     tensors, p = (xt, positions, drawn, permutation, step), positions.shape[1]
     assert all(u.is_contiguous() for u in tensors) and drawn.shape == positions.shape
     unmask_kernel[len(xt),](*tensors, mask_id, xt.shape[1], p, P=triton.next_power_of_2(p))

@@ -16,7 +16,7 @@ need_fast()
 import ops  # noqa: E402
 from configurator import UserError  # noqa: E402
 from decoders import select  # noqa: E402
-from fast import engine as fast_engine, inference, plain  # noqa: E402
+from fast import block_ops, engine as fast_engine, inference  # noqa: E402
 from fast.inference import inference_model  # noqa: E402
 from parallel import ROOT  # noqa: E402
 from sample import generate, open_engine  # noqa: E402
@@ -121,7 +121,7 @@ def test_weights_prepared_for_inference_compute_the_same_function(monkeypatch, n
     """Modulation is folded, products are whole or cut, and the directions of Mamba layers are merged, but not if there
     is one direction only, or a block is several rows of the scan. Denoising, committing and both at once, at all
     positions or at some. A hybrid of 3 layers ends in attention, one of 4 in Mamba."""
-    monkeypatch.setattr(plain, "SCAN_ROW", longest)
+    monkeypatch.setattr(block_ops, "SCAN_ROW", longest)
     monkeypatch.setattr(inference, "CUT_ON", cut_on)
     monkeypatch.setattr(inference, "LONG_SUM", 64)
     model = make_model(name, time_conditioning=time_conditioning, **changes)

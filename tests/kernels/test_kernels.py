@@ -16,8 +16,8 @@ pytest.importorskip("triton", reason="needs Triton: pip install triton==3.6.0")
 import decoders  # noqa: E402
 import fast  # noqa: E402
 import ops  # noqa: E402
-from fast import cached_attention, conv, cross_entropy, inference, mixer  # noqa: E402
-from fast import plain, scan, scan_block, step, two_stream  # noqa: E402
+from fast import block_ops, cached_attention, conv, cross_entropy, inference, mixer  # noqa: E402
+from fast import scan, scan_block, step, two_stream  # noqa: E402
 from model import BlockDiffusionLM, Mamba2, ModelConfig  # noqa: E402
 from sample import generate, open_engine  # noqa: E402
 
@@ -80,7 +80,7 @@ def both_inputs(r, l, dtype, starts, h=3, p=16, n=32):
 def test_both_ways_of_generation_equal_the_loop(monkeypatch, l, few, dtype):
     monkeypatch.setattr(conv, "FEW", few)
     r, (x, inputs) = 2, both_inputs(2, l, dtype, 2)
-    (got, power), (want, _) = scan_block.scan_block(*inputs), plain.scan_block.plain(*(u.double() for u in inputs))
+    (got, power), (want, _) = scan_block.scan_block(*inputs), block_ops.scan_block.plain(*(u.double() for u in inputs))
     assert got.dtype == dtype and error(got, want) < LIMIT[dtype]
     assert power.dtype == torch.float32 and error(power, want.square().mean(-1)) < LIMIT[dtype]
 
@@ -99,7 +99,7 @@ def test_pairs_of_blocks_equal_the_plain_scans(l, dtype):
     got, want = both_inputs(4, l, dtype, 2)[1], []
     want = [u.double() for u in got]
     got, want = ([*scan_block(*inputs, commit=True), inputs[7]] for scan_block, inputs in (
-        (scan_block.scan_block, got), (plain.scan_block.plain, want)))
+        (scan_block.scan_block, got), (block_ops.scan_block.plain, want)))
     assert got[0].dtype == dtype and not got[0][:2, :, 1].any() and not got[1][:2, :, 1].any()
     for a, b in zip(got, want):
         assert a.shape == b.shape and a.is_contiguous() and error(a, b) < LIMIT[dtype]
@@ -122,7 +122,7 @@ def test_step_sizes_far_below_one_keep_their_digits():
 def test_the_scan_equals_the_loop_with_boundary_states(monkeypatch, b, s, h, p, n, row, every, start, dtype):
     """row: the most tokens that are scanned at once."""
     monkeypatch.setitem(ops.FAST, "ssd_scan", scan.ssd_scan)
-    monkeypatch.setattr(plain, "SCAN_ROW", row)
+    monkeypatch.setattr(block_ops, "SCAN_ROW", row)
     inputs = scan_inputs(b, s, h, p, n, dtype, start)
     want = ops.ssd_scan_ref(**{k: v if v is None else v.double() for k, v in inputs.items()}, states_every=every)
     with torch.no_grad():
@@ -251,7 +251,7 @@ def test_dispatched_attention_takes_several_blocks(monkeypatch):
 def test_every_replacement_has_the_name_and_the_arguments_of_what_it_replaces(monkeypatch):
     monkeypatch.setattr(ops, "FAST", {})
     assert "Triton" in fast.select(DEVICE)
-    originals = {f.plain.__qualname__: f for module in (ops, plain, Mamba2) for f in vars(module).values()
+    originals = {f.plain.__qualname__: f for module in (ops, block_ops, Mamba2) for f in vars(module).values()
                  if inspect.isfunction(f) and hasattr(f, "plain")}
     assert ops.FAST.keys() == originals.keys()
     for name, f in ops.FAST.items():
@@ -383,7 +383,7 @@ MANY = (200, 512, None, 32, True, False) if GPU else (40, 512, None, 1, True, Fa
     (64, 32, 32, 1, True, True, dict(w=3)), (64, 32, 32, 1, True, True, dict(w=1)),
     (128, 512, None, 1, True, False, dict(n=32, strong=True))])                # decays that underflow
 def test_mixer_and_its_gradients_are_the_plain_lines(monkeypatch, s, row, every, r, given, want, sizes, dtype):
-    monkeypatch.setattr(plain, "SCAN_ROW", row)
+    monkeypatch.setattr(block_ops, "SCAN_ROW", row)
     monkeypatch.setitem(ops.FAST, "Mamba2.forward", mixer.mamba2_forward)
     module = make_mixer(dtype, **sizes)
     inputs = mixer_inputs(module, r, s, given)
@@ -403,7 +403,7 @@ def test_mixer_and_its_gradients_are_the_plain_lines(monkeypatch, s, row, every,
 def test_sizes_that_the_kernels_do_not_take_are_computed_plainly(monkeypatch):
     """A head of 24, and blocks of 2 tokens, shorter than the convolution, with gradients."""
     inputs = both_inputs(2, 5, torch.float32, 2, p=24)[1]
-    assert all(map(torch.equal, scan_block.scan_block(*inputs), plain.scan_block(*inputs)))
+    assert all(map(torch.equal, scan_block.scan_block(*inputs), block_ops.scan_block(*inputs)))
     monkeypatch.setattr(ops, "FAST", {})
     for sizes, every in ((dict(h=2, p=24), 8), ({}, 2)):
         module = make_mixer(torch.float32, **sizes)
@@ -426,7 +426,7 @@ def test_residual_addition_and_norm_equal_their_twin(parts, ways, bias, shift, d
     parts = randn(parts, 2, 5, 24, dtype=dtype) if parts else None
     power = randn(2, 5, ways, 3).square() if ways else None
     inputs = (h, parts, power, randn(24) if bias else None, weight, randn(24) if shift else None)
-    want = plain.add_norm(*(u if u is None else u.double() for u in inputs))
+    want = block_ops.add_norm(*(u if u is None else u.double() for u in inputs))
     for got, exact in zip(step.add_norm(*inputs), want):
         assert got.dtype == dtype and error(got, exact) < (1e-6 if dtype == torch.float32 else 1e-2)
 
@@ -438,7 +438,7 @@ def test_a_kernel_rotates_a_block_and_appends_it_as_the_plain_lines_do(commit, e
     qkv, table, held = randn(4, 7, 3, 3, e, dtype=dtype), randn(2, 60, e // 2), torch.tensor([3, 20, 10, 27])
     got, want, caches = [], [], randn(2, 2, 3, 40, e, dtype=dtype)
     for rotate_block, results, inputs in ((step.rotate_block, got, (qkv, table)),
-                                          (plain.rotate_block.plain, want, (qkv.double(), table.double()))):
+                                          (block_ops.rotate_block.plain, want, (qkv.double(), table.double()))):
         state = caches.to(inputs[0].dtype, copy=True)
         results += [*rotate_block(*inputs, held.to(DEVICE), *(state if commit else ())), state]
     for a, b in zip(got, want):
@@ -448,7 +448,7 @@ def test_a_kernel_rotates_a_block_and_appends_it_as_the_plain_lines_do(commit, e
 
 def test_a_norm_of_numbers_far_from_zero_keeps_their_differences():
     h, weight = 50 + randn(2, 5, 600), randn(600)
-    want = plain.add_norm(h.double(), None, None, None, weight.double(), None)[1]
+    want = block_ops.add_norm(h.double(), None, None, None, weight.double(), None)[1]
     assert error(step.add_norm(h, None, None, None, weight, None)[1], want) < 1e-3
 
 
@@ -479,7 +479,7 @@ def test_unmask_equals_its_twin(l, p):
     mask, order, revealed = 5000, randn(2, l).argsort(1), torch.tensor([0, l - 2], device=DEVICE)
     xt = torch.where(torch.arange(2 * l, device=DEVICE).view(2, l) % 2 > 0, 7, mask)
     at, drawn, results = order[:, :p].contiguous(), torch.arange(2 * p, device=DEVICE).view(2, p), []
-    for unmask in (plain.unmask_and_advance.plain, step.unmask_and_advance):
+    for unmask in (block_ops.unmask_and_advance.plain, step.unmask_and_advance):
         results.append([xt.clone(), at.clone(), revealed.clone()])
         unmask(*results[-1][:2], drawn, mask, order, results[-1][2])
     assert all(map(torch.equal, *results)) and (p == 1 or not torch.equal(results[0][0], xt))

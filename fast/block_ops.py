@@ -1,7 +1,7 @@
 """
-Plain twins of the operations that only the fast engines use: both directions of a Mamba layer at once, a finished block
-and the active block in one pass, sums of partial products, the end of a step. There is no Triton here: the fused engine
-runs these functions on a CPU and with --kernels=torch.
+Operations that only the fast engines use, written plainly as in ops.py: both directions of a Mamba layer at once, a
+finished block and the active block in one pass, sums of partial products, the end of a step. On a GPU ops.FAST
+replaces them; the fused engine runs them as written on a CPU and with --kernels=torch.
 
     python -m pytest tests/kernels/test_engines.py
 """
