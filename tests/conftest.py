@@ -120,9 +120,12 @@ def generate_by(engine, model, *request, **rest):
 
 @pytest.fixture(autouse=True)
 def _seeded(monkeypatch):
-    """Each test starts from the same seed. Nothing waits for the disk: small files would take most of the time."""
+    """Each test starts from the same seed, and leaves a GPU's memory to other processes. Nothing waits for the disk:
+    small files would take most of the time."""
     torch.manual_seed(0)
     monkeypatch.setattr(os, "fsync", lambda file: None)
+    yield
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")
