@@ -13,10 +13,12 @@ another number of GPUs or another micro-batch size, stays the same run up to the
 SIGTERM, SIGINT (Ctrl-C), SIGHUP, SIGUSR1 and SIGUSR2 save a checkpoint and end the run with status 128 + their number.
 """
 import contextlib
+import datetime
 import functools
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import time
@@ -24,7 +26,7 @@ import time
 import torch
 
 from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from configurator import UserError, check, configure, script, settings_of
+from configurator import UserError, check, configure, fit, script, settings_of
 from data import VOCABULARY, TokenData, bits_per_byte, byte_baselines, prepare_stdlib
 from model import BlockDiffusionLM, ModelConfig
 from nelbo import NATS, nelbo_sums, noise_generators, strata
@@ -90,9 +92,8 @@ def main(given):
     """given: the names of the settings that were given, on the command line or by its config files."""
     # 1. Settings and processes.
     path, best_path = (os.path.join(out_dir, name) for name in ("ckpt.pt", "best.pt"))
-    if resume:
-        record = load_checkpoint(path, "optimizer", "settings", "step")
-        take_settings(path, record["settings"], given)
+    record = load_checkpoint(path, "optimizer", "settings", "step") if resume else None
+    changes = take_settings(path, record["settings"], given) if resume else ""
     check_settings()
     parallel = Parallel(device, dist_timeout)
     dev, say = parallel.device, functools.partial(report, parallel.rank)
@@ -132,11 +133,11 @@ def main(given):
     say(f"{config.n_layer} layers, width {config.d_model}, {model.n_params:,} parameters | "
         f"{parallel.world} x {dev} {'bf16' if use_bf16 else 'fp32'} | {kernels_line}\n"
         f"{train_data.n_tokens:,} training tokens | {batch_size} x {seq_len} tokens a step, "
-        f"micro-batches: {len(micro_batches)} | from step {step} to {max_iters}")
+        f"micro-batches: {len(micro_batches)} | from step {step} to {max_iters}{changes}")
 
     # 5. The loop. losses (nats per token) and times (seconds) are those of the steps since the last row of the log;
-    # signals are those that this process has received.
-    started, stopping, losses, times, signals = time.time(), False, [], [], []
+    # signals are those that this process has received. bad_steps counts the steps in a row that were not finite.
+    started, stopping, bad_steps, losses, times, signals = time.time(), False, 0, [], [], []
     catch_signals(signals)
     while True:
         # Save before validating: a validation may take long, and a second Ctrl-C during it then loses nothing. So a
@@ -160,22 +161,23 @@ def main(given):
         loss = add_gradients(model, train_data, step, micro_batches, autocast)
         norm = float(optimizer.reduce_gradients())          # of the whole gradient, all ranks together
         loss, stopping = parallel.sum([float(loss), len(signals)])      # of all ranks: the loss, and how many signals
-        if not math.isfinite(loss + norm):                  # the same on all ranks: both are sums over ranks
-            raise UserError(f"step {step} is not finite; lower learning_rate, and --resume if {path} exists")
-        optimizer.step(lr, min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0)
         step += 1
+        # The same on all ranks: both are sums over ranks. A step that is not finite changes nothing.
+        bad_steps = 0 if math.isfinite(loss + norm) else bad_steps + 1
+        if bad_steps == 3:
+            raise UserError(f"three steps in a row were not finite; lower learning_rate, and --resume if {path} exists")
+        if bad_steps:
+            say(f"{step:>6}/{max_iters} loss {loss:.4f} | grad {norm:.2f} | step skipped")
+            continue
+        optimizer.step(lr, min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0)
         losses.append(loss)
         times.append(time.time() - step_started)
         if step % log_interval == 0 or step == max_iters:
-            loss, ms = sum(losses) / len(losses), 1000 * sum(times) / len(times)
-            row = dict(step=step, loss=round(loss, 5), lr=lr, grad_norm=round(norm, 4), ms=round(ms, 2),
-                       tok_per_s=round(1000 * batch_size * seq_len / ms), memory=torch.cuda.max_memory_allocated())
-            say(f"{step:>6}/{max_iters} loss {loss:.4f} | lr {lr:.2e} | grad {norm:.2f} | {ms:.0f} ms | "
-                f"{row['tok_per_s']:,} tok/s | {ms * (max_iters - step) / 60_000:.0f} min left", row)
+            say(*describe(step, losses, times, lr, norm))
             losses, times = [], []
 
     if stopping:
-        say(f"stopped at step {step}; continue with --resume --out_dir={out_dir}")
+        say(f"stopped at step {step}; continue with --resume --out_dir={shlex.quote(out_dir)}")
     elif parallel.rank == 0:
         say(f"trained in {(time.time() - started) / 60:.1f} minutes; {result(val_loss, val, val_data, train_data)}")
         say(f"validation was lowest at step {lowest[1]} ({lowest[0]:.4f} nats per token); {best_path} has its weights")
@@ -216,6 +218,16 @@ def add_gradients(model, train_data, step, micro_batches, autocast):
         part.backward()
         loss = loss + part.detach()
     return loss
+
+
+def describe(step, losses, times, lr, norm):
+    """The line on the screen and the row of the log after `step` steps. losses (nats per token), times (seconds): of
+    the steps since the last row."""
+    loss, seconds = sum(losses) / len(losses), sum(times) / len(times)
+    row = dict(step=step, loss=round(loss, 5), lr=lr, grad_norm=round(norm, 4), ms=round(1000 * seconds, 2),
+               tok_per_s=round(batch_size * seq_len / seconds), memory=torch.cuda.max_memory_allocated())
+    return (f"{step:>6}/{max_iters} loss {loss:.4f} | lr {lr:.2e} | grad {norm:.2f} | {1000 * seconds:.0f} ms | "
+            f"{row['tok_per_s']:,} tok/s | ETA {datetime.timedelta(seconds=round(seconds * (max_iters - step)))}"), row
 
 
 def report(rank, line, row=None):
@@ -298,21 +310,23 @@ def result(val_loss, val, val_data, train_data):
 
 def take_settings(path, saved, given):
     """Gives this run the settings of the checkpoint that it continues, `saved`, except those in `given`. A setting that
-    this revision does not know is ignored. Raises UserError for another text."""
+    this revision does not know is ignored. Returns what differs, for a message. Raises UserError for another text."""
     if "data" in given and os.path.realpath(data) != os.path.realpath(saved["data"]):
         raise UserError(f"{path} was trained on {saved['data']}, not on {data}: leave data out to continue with that "
-                        f"text, or begin with --init_from={path} --out_dir=FOLDER to train its weights on another; "
-                        f"if it has moved, make {saved['data']} a link to it (ln -s)")
+                        f"text, or begin with --init_from={shlex.quote(path)} --out_dir=FOLDER to train its weights on "
+                        f"another; if it has moved, make {saved['data']} a link to it (ln -s)")
     # out_dir is where the checkpoint was found, not the saved one; init_from is what the run began with.
-    taken = settings_of(globals()).keys() - {"out_dir", "resume", *given} | {"init_from"}
-    globals().update({k: v for k, v in saved.items() if k in taken})
+    ours, given = settings_of(globals()), {*given} - {"init_from"}
+    known = {k: fit(k, v, ours[k], path) for k, v in saved.items() if k in ours.keys() - {"out_dir", "resume"}}
+    globals().update({k: v for k, v in known.items() if k not in given})
+    return "".join(f", {k}: {v} -> {ours[k]}" for k, v in known.items() if k in given and v != ours[k])
 
 
 def check_settings():
     """Raises UserError, before any file is written, for settings that cannot work."""
     check(globals(), least=dict(batch_size=1, micro_batch_size=0, max_iters=1, min_lr=0, grad_clip=0, seed=0,
                                 eval_interval=1, eval_sequences=0, eval_samples=1, log_interval=1, short_len=1),
-          most=dict(min_lr=learning_rate, t_min=t_max, t_max=1), above=dict(learning_rate=0, t_min=0))
+          most=dict(min_lr=learning_rate, t_min=t_max, t_max=1, seed=2 ** 62), above=dict(learning_rate=0, t_min=0))
     if short_iters and (seq_len % short_len or block_len < seq_len and short_len % block_len):
         raise UserError(f"short_len must divide seq_len ({seq_len}) into whole blocks, but is {short_len}")
     if warmup_iters >= max_iters:

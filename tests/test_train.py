@@ -126,8 +126,7 @@ def test_our_adamw_is_torchs_with_clipped_gradients_and_weight_decay_of_matrices
         torch.testing.assert_close(a, b)
 
 
-def test_each_of_three_ranks_keeps_the_moments_of_a_third(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "broadcast", lambda *args: None)
+def test_each_of_three_ranks_keeps_the_moments_of_a_third():
     model, sizes = make_model("mamba_h"), set()
     n_params = sum(p.numel() for p in model.parameters())
     for rank in range(3):
@@ -205,7 +204,7 @@ def change_checkpoint(path, **settings):
     torch.save(record, path)
 
 
-def test_resume_takes_its_settings_from_the_checkpoint_and_the_command_line_wins(copied, tmp_path):
+def test_resume_takes_its_settings_from_the_checkpoint_and_the_command_line_wins(copied, tmp_path, capsys):
     """The checkpoint is of another revision, folder and machine, one with 8 GPUs."""
     change_checkpoint(copied / "ckpt.pt", eval_only=False, out_dir="elsewhere", init_from="a.pt", device="cuda:99",
                       batch_size=24, micro_batch_size=3)
@@ -214,8 +213,13 @@ def test_resume_takes_its_settings_from_the_checkpoint_and_the_command_line_wins
     with pytest.raises(UserError, match="device must be one of auto, cpu.*, but is 'cuda:99'"):
         run(argv)
     run([*argv, str(tmp_path / "more.py"), "--learning_rate=1e-2", "--device=cpu", "--init_from=b.pt"])
+    changes = "from step 8 to 9, max_iters: 8 -> 9, log_interval: 3 -> 100, device: cuda:99 -> cpu"
+    assert f"{changes}\n" in capsys.readouterr().out
     record, ours = load_checkpoint(copied / "ckpt.pt"), dict(max_iters=9, log_interval=100, device="cpu", resume=True)
     assert record["step"] == 9 and {**before, **record["settings"]} == {**before, **ours, "out_dir": str(copied)}
+    change_checkpoint(copied / "ckpt.pt", n_layer="two")
+    with pytest.raises(UserError, match="ckpt.pt: n_layer takes a value such as 3, not 'two'"):
+        run(argv)
 
 
 def test_resume_refuses_another_text_and_keeps_the_checkpoint(copied, corpus, tmp_path):
