@@ -33,7 +33,7 @@ from parallel import has_fast, pick_device, pick_dtype, select_kernels, share_wo
 # Settings
 checkpoint = "auto"                     # file, folder (out_dir) or hf://owner/name; auto: out, else the one that ships
 prompt = ""                             # text to continue (start, in nanoGPT); empty: a new document
-prompt_file = ""                        # a UTF-8 file with text to continue; prompt, if given, comes after it
+prompt_file = ""                        # a UTF-8 file with the prompt
 suffix = ""                             # known text after the gap, which `length` tokens fill exactly
 save_cache = ""                         # write the prompt and its cache to this file, NAME.cache
 load_cache = ""                         # continue from a cache that save_cache wrote; the prompt comes after its text
@@ -190,8 +190,7 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
         active.fill_(mask)
         n_masked = l
 
-    rows = [torch.tensor(row) for row in rows]
-    return Generation(rows, engine.passes, now(device) - started, rows_cache.nbytes)
+    return Generation([torch.tensor(row) for row in rows], engine.passes, now(device) - started, rows_cache.nbytes)
 
 
 def now(device):
@@ -250,9 +249,11 @@ def read(model, prefixes, cache, known=None):
 # The script
 
 def read_text():
-    """The text to continue: that of --prompt_file, then that of --prompt."""
+    """The text to continue: --prompt, or that of --prompt_file."""
+    if prompt and prompt_file:
+        raise UserError("prompt and prompt_file are both given; leave one out")
     try:
-        return (Path(prompt_file).read_text("utf-8-sig") if prompt_file else "") + prompt
+        return Path(prompt_file).read_text("utf-8-sig") if prompt_file else prompt
     except UnicodeError as error:
         raise UserError(f"{prompt_file} is not UTF-8 (byte {error.start}); convert it with iconv") from None
 
@@ -292,7 +293,8 @@ class Printer:
 
 
 def main():
-    check(globals(), least=dict(length=1, num_samples=1, seed=0), endings=dict(save_cache=".cache"))
+    check(globals(), least=dict(length=1, num_samples=1, seed=0), most=dict(seed=2 ** 62),
+          endings=dict(save_cache=".cache"))
     text, dev = read_text(), pick_device(device)
     # `encode` refuses a word of the command line that is not UTF-8. The tokenizer would change it in silence.
     (text + suffix).encode()
@@ -319,6 +321,8 @@ def main():
     pace = globals()[decoder] if decoder in AS_SURE else f"with {min(sampler.tokens_per_step, l)} tokens a step"
     print(f"{path}: {n_params:,} parameters on {dev}, {kernels_line}, decoder {decoder} {pace}, seed {seed}",
           file=sys.stderr)
+    if temperature == 0 and num_samples > 1 and decoder not in ("random", "first_hitting"):
+        print(f"all samples are equal: with temperature=0, decoder={decoder} draws nothing", file=sys.stderr)
 
     def show(xt):
         print(line_of(tokenizer, xt[0].tolist(), c.mask_id), file=sys.stderr, flush=True)

@@ -119,13 +119,11 @@ def test_a_device_without_fp64_is_refused_and_the_plain_engine_runs_a_mixer_that
             sample.open_engine(engine, model_on(device))
 
 
-def test_all_settings_reach_the_generation_and_watch_prints_a_line_for_each_step(laptop, tmp_path, monkeypatch, capsys):
+def test_all_settings_reach_the_generation_and_watch_prints_a_line_for_each_step(laptop, monkeypatch, capsys):
     asked = []
-    (tmp_path / "a.txt").write_text("de")
     monkeypatch.setattr(sample, "generate", lambda *args: asked.append(args) or generate(*args))
-    run(monkeypatch, laptop, prompt_file=str(tmp_path / "a.txt"), prompt="f ", suffix="()", length=9, num_samples=2,
-        seed=7, temperature=0.5, top_k=9, top_p=0.8, decoder="confidence", tokens_per_step=3, stop_at_eot=True,
-        watch=True)
+    run(monkeypatch, laptop, prompt="def ", suffix="()", length=9, num_samples=2, seed=7, temperature=0.5, top_k=9,
+        top_p=0.8, decoder="confidence", tokens_per_step=3, stop_at_eot=True, watch=True)
     _, prompts, length, sampler, _, stop_token, *_, suffix = asked[0]
     assert [bytes(p.tolist()) for p in prompts] == [b"def "] * 2 and bytes(suffix) == b"()"
     assert (length, stop_token) == (9, 256)
@@ -178,11 +176,13 @@ def test_a_signal_ends_the_script_with_what_it_has_and_status_128_plus_its_numbe
     assert printed == script(*how, "--length=15")[1]    # the first block
 
 
-def test_a_special_token_in_a_prompt_is_said(laptop, monkeypatch, capsys):
-    run(monkeypatch, laptop, prompt="a<|endoftext|>b")
+def test_a_special_token_in_a_prompt_and_equal_samples_are_said(laptop, monkeypatch, capsys):
+    run(monkeypatch, laptop, prompt="a<|endoftext|>b", num_samples=2, temperature=0.0, decoder="confidence")
     printed, said = capsys.readouterr()
     assert said.startswith("<|endoftext|> in the prompt or suffix is read as text")
-    assert printed.startswith("a<|endoftext|>b")
+    first, second = printed.split("--- sample 2 ---")
+    assert first.strip() == second.strip() != "a<|endoftext|>b"
+    assert "all samples are equal: with temperature=0, decoder=confidence draws nothing" in said
 
 
 def test_the_default_is_a_run_in_out_or_else_the_model_that_ships_in_any_folder(saved, tmp_path, monkeypatch):
