@@ -162,9 +162,12 @@ def write_file(path, content):
 def script(name):
     """A context for the body of a script. What the user can correct ends it with one sentence on stderr and status 1:
     a UserError, a missing package, a file or a stdout that cannot be read or written, too little memory. Ctrl-C, after
-    the imports, ends it with status 130."""
+    the imports, ends it with status 130; a closed pipe, in silence, with 141."""
     try:
         yield
+        sys.stdout.flush()                              # at the exit of Python, a closed pipe would print an error
+    except BrokenPipeError:                             # the reader of stdout, such as `head`, has ended
+        os._exit(141)
     except KeyboardInterrupt:
         print(f"{name}: stopped", file=sys.stderr)
         sys.exit(130)

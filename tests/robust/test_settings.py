@@ -1,4 +1,7 @@
 """Settings: files and flags, types, typos. Each mistake ends in one sentence. (Of whole commands: test_mistakes.py.)"""
+import os
+import sys
+
 import pytest
 import torch
 
@@ -90,12 +93,13 @@ def test_help_prints_the_settings_and_what_they_mean(capsys, namespace, word):
 
 
 @pytest.mark.parametrize("error, status", [
-    (UserError("a"), "x.py: a"), (KeyboardInterrupt(), "130"), (MemoryError(), "x.py: out of memory; lower "),
-    (RuntimeError("CUDA out of memory"), "x.py: out of memory; lower "),
+    (UserError("a"), "x.py: a"), (KeyboardInterrupt(), "130"), (BrokenPipeError(), "141"),
+    (MemoryError(), "x.py: out of memory; lower "), (RuntimeError("CUDA out of memory"), "x.py: out of memory; lower "),
     (FileNotFoundError(2, "No such file", "data/x"), r"x.py: \[Errno 2\] No such file: 'data/x'"),
     (ModuleNotFoundError("No module named 'a'"), "x.py: No module named 'a'; requirements.txt says what to install"),
     (UnicodeEncodeError("utf-8", "caf\udce9", 3, 4, "surrogates"), "x.py: 'utf-8' codec can't encode")])
-def test_a_script_ends_in_one_sentence_and_a_bug_keeps_its_traceback(error, status):
+def test_a_script_ends_in_one_sentence_and_a_bug_keeps_its_traceback(monkeypatch, error, status):
+    monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit, match=status), script("x.py"):
         raise error
     with pytest.raises(ZeroDivisionError), script("x.py"):
