@@ -131,6 +131,12 @@ def hardware(dev):
 # ----------------------------------------------------------------------------------------------
 # Processes
 
+def collective(op, *args):
+    """Calls an operation of the process group, unless this process runs alone."""
+    if dist.is_initialized():
+        op(*args)
+
+
 class Parallel:
     """The rank, the world size and the device of this process, read from the environment variables that torchrun sets.
     With more than one process it starts the process group. timeout: seconds after which a collective that another rank
@@ -143,10 +149,9 @@ class Parallel:
         self.device = torch.device(pick_device(device))
         local_rank = int(os.environ.get("LOCAL_RANK", self.device.index or 0))
         if self.device.type == "cuda":
-            self.device = torch.device("cuda", local_rank)
             if local_rank >= (count := torch.cuda.device_count()):
                 raise UserError(f"this machine has {count} GPUs; start torchrun with --nproc_per_node={count}")
-            torch.cuda.set_device(self.device)
+            self.device = torch.device(pick_device(f"cuda:{local_rank}"))
         if self.world > 1:
             self.meet(local_rank, datetime.timedelta(seconds=timeout))
 
@@ -165,8 +170,7 @@ class Parallel:
     def sum(self, values):
         """The sums of a list of numbers over all ranks, in fp64. A collective: every rank must call it."""
         x = torch.tensor(values, dtype=torch.float64, device=self.device if self.world > 1 else "cpu")
-        if self.world > 1:
-            dist.all_reduce(x)
+        collective(dist.all_reduce, x)
         return x.tolist()
 
     def barrier(self):
@@ -177,8 +181,7 @@ class Parallel:
         """Ends the process group, after all ranks have come here: if one ended early, collectives of the others would
         fail."""
         self.barrier()
-        if self.world > 1:
-            dist.destroy_process_group()
+        collective(dist.destroy_process_group)
 
 
 def progress(parallel, what, total, unit, terse=False):
@@ -242,7 +245,7 @@ class ShardedAdamW:
     """
 
     def __init__(self, model, betas, weight_decay, rank=0, world=1):
-        self.rank, self.world, self.flats, groups = rank, world, [], []
+        self.rank, self.flats, groups = rank, [], []
         names = {p: name for name, p in model.named_parameters()}
         for group in model.param_groups(weight_decay):
             # The buffers, and this rank's slice of them.
@@ -251,8 +254,7 @@ class ShardedAdamW:
             sizes.append(-sum(sizes) % world)                       # zeros that fill up to a multiple of world
             flat = torch.cat([*(p.detach().flatten() for p in params), params[0].new_zeros(sizes[-1])])     # (n,)
             grad = torch.zeros_like(flat)                           # (n,)
-            if world > 1:
-                dist.broadcast(flat, 0)                             # all ranks start from the weights of rank 0
+            collective(dist.broadcast, flat, 0)                     # all ranks start from the weights of rank 0
             own = slice(rank * len(flat) // world, (rank + 1) * len(flat) // world)
             shard = flat[own]                                       # (n / world,)
             shard.grad = grad[own]
@@ -268,12 +270,10 @@ class ShardedAdamW:
     def reduce_gradients(self):
         """Gives each rank the sum over ranks of the gradients of its shard: not the mean, because the loss was divided
         by the size of the global batch. Returns the norm of all gradients, a tensor."""
-        if self.world > 1:
-            for f in self.flats:
-                reduce_scatter(f["shard"].grad, f["grad"])
+        for f in self.flats:
+            collective(reduce_scatter, f["shard"].grad, f["grad"])
         square = sum(f["shard"].grad.square().sum() for f in self.flats)
-        if self.world > 1:
-            dist.all_reduce(square)                                 # shards do not overlap, so their squares add up
+        collective(dist.all_reduce, square)                         # shards do not overlap, so their squares add up
         return square.sqrt()
 
     def step(self, lr, scale):
@@ -282,9 +282,8 @@ class ShardedAdamW:
             f["shard"].grad.mul_(scale)
             group["lr"] = lr
         self.adamw.step()
-        if self.world > 1:
-            for f in self.flats:
-                all_gather(f["flat"], f["shard"])
+        for f in self.flats:
+            collective(all_gather, f["flat"], f["shard"])
 
     def zero_grad(self):
         for f in self.flats:
@@ -297,10 +296,9 @@ class ShardedAdamW:
         for f in self.flats:
             state = self.adamw.state.get(f["shard"], {})            # empty before the first step
             for key in ("exp_avg", "exp_avg_sq"):
-                full = shard = state.get(key, torch.zeros_like(f["shard"]))
-                if self.world > 1:
-                    full = torch.empty_like(f["flat"])
-                    all_gather(full, shard)
+                full = torch.empty_like(f["flat"])                  # (n,)
+                full[f["own"]] = state.get(key, 0)
+                collective(all_gather, full, full[f["own"]])
                 if self.rank == 0:
                     for (name, shape), part in zip(f["shapes"].items(), full.cpu().split(f["sizes"])):
                         out.setdefault(name, {})[key] = part.view(shape).clone()
