@@ -91,7 +91,7 @@ def train_flops(config, s, masked=0.5):
     the share `masked` of positions. Recomputation is not counted.
     """
     d, v, n, di = config.d_model, config.vocab_size, config.d_state, config.d_inner
-    k, l = config.blocks_of(s)
+    k, l = config.split_blocks(s)
     n_clean = s - l
     total = s * masked * 2 * d * v
     for i in range(config.n_layer):

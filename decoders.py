@@ -8,8 +8,8 @@ positions, or a number that depends on the logits; then a token is drawn at each
                  lie far apart and depend little on each other. p = 1 is from left to right.
   confidence     the p positions of which the model is surest: whose most probable token is most probable
   threshold      all positions whose most probable token has at least the probability `threshold`
-  entropy_bound  the surest positions, as many as have entropies of together `entropy_bound` nats, the largest of them
-                 not counted (arXiv 2505.24857). These entropies bound what the tokens of a step tell about each other.
+  entropy_bound  from the surest on, every position before which the entropies sum to at most `entropy_bound` nats
+                 (arXiv 2505.24857). This sum bounds what the tokens of a step tell about each other.
   first_hitting  random with p = 1, and t follows the exact distribution of unmasking times. In a block that begins
                  with known tokens, t starts at the masked fraction.
 
@@ -31,8 +31,7 @@ IN_ORDER = ("random", "strided", "first_hitting")       # their order of positio
 AS_SURE = ("threshold", "entropy_bound")                # these reveal as many tokens in a step as the logits say
 MAX_LOGITS = 2 ** 24                    # the most logits of one row that a choice by certainty holds at a time
 
-# ops.uniform numbers its random numbers by stream. Token draws (ops.gumbel_argmax) use streams >= 0.
-PERMUTATION_STREAM, TIME_STREAM = -1, -2
+PERMUTATION, TIME = -1, -2              # purposes of ops.uniform
 
 
 @torch.no_grad()
@@ -114,7 +113,7 @@ def sampler_of(decoder, **settings):
     try:
         how = {name: float(number)} if name in AS_SURE else dict(tokens_per_step=int(number or 1))
         return Sampler(decoder=name, **how, **settings)
-    except ValueError as error:
+    except ValueError as error:                         # of int and float, or a UserError
         raise UserError(f"decoder '{decoder}': {error}; write name:number, as in random:4") from None
 
 
@@ -143,8 +142,8 @@ def strided_rank(is_masked, p):
     """
     n = is_masked.sum(1, keepdim=True).clamp(min=1)                            # (b, 1)
     i = is_masked.cumsum(1) - 1                                                # (b, l): the masked ones are 0..n-1
-    part = i * p // n                                                          # part j begins at ceil(j n / p)
-    step = i + -part * n // p
+    part = i * p // n                                                          # (b, l)
+    step = i - (part * n + p - 1) // p                                         # part j begins at ceil(j n / p)
     return (step * p + part).double()
 
 
@@ -191,7 +190,7 @@ class ActiveBlock:
         self.t.copy_(is_masked.double().mean(1))
         if self.sampler.decoder in IN_ORDER:
             rank = (strided_rank(is_masked, self.tokens_per_step) if self.sampler.decoder == "strided" else
-                    ops.uniform(xt.size(1), PERMUTATION_STREAM, *self.key))    # (b, l)
+                    ops.uniform(xt.size(1), PERMUTATION, *self.key))   # (b, l)
             # Known positions come last, so each step meets masked positions until the row has none.
             self.permutation.copy_(rank.masked_fill(~is_masked, math.inf).argsort(1))
 
@@ -216,7 +215,7 @@ class ActiveBlock:
         if self.sampler.decoder == "first_hitting":
             # Time runs from t down to 0. Each of the m masked tokens is unmasked at a time that is uniform on (0, t),
             # so the first of them at the largest of m such times. That is distributed as t u^(1/m), with u uniform.
-            u = ops.uniform(1, TIME_STREAM, *self.key)[:, 0]                   # (b,)
+            u = ops.uniform(1, TIME, *self.key)[:, 0]                          # (b,)
             self.t *= u ** (1 / is_masked.sum(1).clamp(min=1))
             return self.t.clone()
         # In training a token is masked with probability t, so the masked fraction is an estimate of t.
@@ -226,7 +225,8 @@ class ActiveBlock:
         """The positions (b, p) that this step reveals, if they are known before the forward pass; else None."""
         if self.sampler.decoder not in IN_ORDER:
             return None
-        # After its last entry the permutation begins again. These positions are known by then: nothing happens there.
+        # The last step may go beyond the end of the permutation. It continues at its beginning, with positions that are
+        # known by then: nothing happens there.
         entries = self.step[:, None] + torch.arange(self.tokens_per_step, device=self.step.device)     # (b, p)
         return self.permutation.gather(1, entries % self.permutation.size(1))
 
@@ -239,19 +239,19 @@ class ActiveBlock:
         if (positions := self.next_in_order()) is not None:
             return positions
         # The window of a full-sequence model may have 65,536 positions: their logits at once would not fit in memory.
-        most = max(1, MAX_LOGITS // (self.sampler.mask_id + 1))
-        certainty = torch.cat([self.sampler.certainty(model.token_logits(x)) for x in hidden.split(most, 1)], 1)
+        room = max(1, MAX_LOGITS // (self.sampler.mask_id + 1))                # positions whose logits fit
+        certainty = torch.cat([self.sampler.certainty(model.token_logits(x)) for x in hidden.split(room, 1)], 1)
         certainty, order = certainty.where(self.xt == self.sampler.mask_id, -math.inf).sort(1, descending=True)
         if self.sampler.decoder == "confidence":
             return order[:, :self.tokens_per_step]
         if self.sampler.decoder == "threshold":
             is_chosen = certainty >= self.sampler.threshold
         else:
-            # Entropies grow along `order`, so the sum without the largest is that of the positions before.
-            is_chosen = (-certainty).cumsum(1).roll(1, 1) <= self.sampler.entropy_bound
+            before = torch.nn.functional.pad((-certainty).cumsum(1)[:, :-1], (1, 0))   # (b, l): sums of entropies
+            is_chosen = before <= self.sampler.entropy_bound
         # The surest position is always revealed: else a step might reveal nothing, and the block would never end. It
-        # also stands where a row reveals no more.
-        return order.where(is_chosen, order[:, :1])[:, :most]
+        # also stands where a row reveals no more. At most `room` positions: their logits are made at once for `reveal`.
+        return order.where(is_chosen, order[:, :1])[:, :room]
 
     def reveal(self, positions, logits):
         """Draws tokens at `positions` (b, m) from logits (b, m, v - 1) and makes them known."""

@@ -118,7 +118,7 @@ def price(model, x0, sampler, bar):
     `random` and `first_hitting` draw the positions, and the price is a bound, the mean over orders. There each masked
     token may be next, so all m are scored, and n of them count n / m. With one token a step this is the NELBO.
     """
-    (b, s), (k, l), mask_id = x0.shape, model.config.blocks_of(x0.size(1)), sampler.mask_id
+    (b, s), (k, l), mask_id = x0.shape, model.config.split_blocks(x0.size(1)), sampler.mask_id
     truth = x0.reshape(b * k, l)
     block = ActiveBlock(b * k, l, sampler, x0.device)
     block.start(torch.full_like(truth, mask_id), torch.arange(0, s, l).repeat(b))
@@ -142,7 +142,7 @@ def price(model, x0, sampler, bar):
 def price_decoders(model, tokenizer, folder, parallel, autocast):
     """The price of text of a prepared folder for each of the setting `decoders`, a dict. Prints it. A collective."""
     (x, n_bytes, about), mask_id = windows_of(model, tokenizer, folder), model.config.mask_id
-    k, l = model.config.blocks_of(x.size(1))
+    k, l = model.config.split_blocks(x.size(1))
     samplers = [sampler_of(decoder, seeds=[], mask_id=mask_id) for decoder in decoders]
     found = np.zeros((len(x), 2, len(decoders)))                               # nats, and passes a block
     mine = range(parallel.rank, len(x), parallel.world)

@@ -4,8 +4,8 @@ first all its tokens are masks, and each step makes some of them known. Two sett
 attn_every (1: attention only, 6: a Mamba-2 hybrid) and block_len (seq_len: the whole sequence is one block).
 
   x0, xt, t       clean tokens; the same with some of them masked; the noise level: the probability of a mask
-  clean, noisy    the two streams of training. Every token is in both: clean, as later blocks see it, and noisy, as its
-                  own block sees it. Only masked tokens are scored
+  clean, noisy    the two streams of training. noisy: all blocks, each as it sees itself, with masks. clean: all blocks
+                  but the last, each as later blocks see it. Only masked tokens are scored
   Cache           what later blocks need of finished ones: keys and values of attention, states of Mamba-2
   extend          finished tokens go through a layer, read the cache and are added to it. `prefill` does that in all
                   layers; `commit` is `prefill` of one block
@@ -50,7 +50,7 @@ class ModelConfig:
     mamba_expand: int = 2
     conv_width: int = 4
     chunk_len: int = 128                # positions per matrix product of the scan
-    time_conditioning: bool = False
+    time_conditioning: bool = False     # True: noisy tokens are modulated by their t. No file of config/ does that
     reverse_scan: bool = True           # False, an ablation: Mamba layers scan forward alone. The reverse mixers stay,
                                         # unused: 13 % of the parameters of mamba_h_87m
     detach_prefix: bool = False         # True, an ablation: block losses do not train the prefix
@@ -60,8 +60,8 @@ class ModelConfig:
     def __post_init__(self):
         """Raises UserError for a shape that cannot work."""
         for name, value in vars(self).items():
-            # NaN is refused, too. A fork may have a field that is a text.
-            if value is not False and not isinstance(value, str) and not 0 < value < math.inf:
+            # Numbers alone: other fields are switches or, in a fork, texts. NaN is refused, too.
+            if type(value) in (int, float) and not 0 < value < math.inf:
                 raise UserError(f"{name} must be above 0 and finite, but is {value}")
         if self.seq_len % self.block_len:
             raise UserError(f"seq_len is {self.seq_len}, but must be a multiple of block_len = {self.block_len}")
@@ -91,7 +91,7 @@ class ModelConfig:
         """The length of a diffusion block in `total` tokens: a full-sequence model takes them all as one block."""
         return total if self.full_sequence else self.block_len
 
-    def blocks_of(self, s):
+    def split_blocks(self, s):
         """(n_blocks, l): s tokens are n_blocks diffusion blocks of l tokens. Raises UserError unless they are whole
         blocks."""
         l = self.block_of(s)
@@ -133,7 +133,7 @@ class Cache:
         """Rotary tables (cos, sin), each (b, 1, count, e / 2), of the `count` positions after each row's tokens. There
         is no check that the table has them, because it would make the host wait for the device."""
         positions = self.lengths[:, None] + torch.arange(count, device=self.lengths.device)    # (b, count)
-        return self.rope[:, positions][:, :, None].unbind()
+        return self.rope[:, positions][:, :, None].unbind()                    # (b, 1, count, e / 2) each
 
 
 # ----------------------------------------------------------------------------------------------
@@ -193,8 +193,8 @@ class TimestepEmbedding(nn.Module):
 #   rope              cos and sin of the positions of u, (b, 1, s, e / 2) each: rows may be at different positions
 #   rope_all          cos and sin of positions 0..s-1, (s, e / 2) each: in training all rows begin at position 0
 #   masks             those of ops.two_stream_masks, made once for all layers
-#   last              whether this is the last layer, whose clean output nothing reads. To leave that output out saves
-#                     1 to 2 % of a step: ignore it at first reading
+#   last              whether this is the last layer, whose clean output nothing reads: a mixer may return anything for
+#                     it, which Layer drops. To leave it out saves 1 to 2 % of a step: ignore `last` at first reading
 #   state             the mixer's part of the cache, see Cache.layers
 #   lengths           (b,) the tokens that each row of the cache holds
 #   block_len         of the blocks in u, for the block-causal mask of extend
@@ -349,9 +349,9 @@ class BiMamba(nn.Module):
         #   clean:   | b0 | b1 | b2 |          noisy:   b0 starts from bar 0, b1 from bar 1,
         #   bar:     0    1    2    3                   b2 from bar 2, b3 from bar 3
         #
+        # So n_states is n_blocks: convs (b, n_blocks, w - 1, c) and ssms (b, n_blocks, h, p, n).
         # Clean tokens have no reverse scan: one over the whole prefix would read later blocks, and could not be
         # cached. One inside each clean block could be cached, but the paper caches the forward scan alone.
-        # So n_states is n_blocks: convs (b, n_blocks, w - 1, c) and ssms (b, n_blocks, h, p, n).
         y, convs, ssms = self.fwd(clean, states_every=noisy.size(1))
         if self.detach_prefix:
             convs, ssms = convs.detach(), ssms.detach()
@@ -544,16 +544,15 @@ class BlockDiffusionLM(nn.Module):
     def all_block_hidden(self, x0, xt, t):
         """Hidden states (b, s, d) of every noisy block given its clean prefix. x0, xt (b, s); t (b, n_blocks)."""
         b, s = x0.shape
-        _, l = self.config.blocks_of(s)
+        _, l = self.config.split_blocks(s)
 
         # Under autocast the residual stream has autocast's dtype: it is most of what training stores, and bf16 halves
         # that.
         device = x0.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.embed.weight.dtype
 
-        # Two streams: every token is there clean, as a later block sees it, and noisy, as its own block sees it. The
-        # clean stream stops before the last block, which no block can see. The rows of `noisy` are the blocks of the
-        # first sequence, then those of the second, ...
+        # Two streams: every block is there noisy, as it sees itself, and, except the last, clean, as later blocks see
+        # it. The rows of `noisy` are the blocks of the first sequence, then those of the second, ...
         clean = self.embed(x0[:, :s - l]).to(dtype)                            # (b, s - l, d)
         noisy = self.embed(xt).view(-1, l, self.config.d_model).to(dtype)      # (b * n_blocks, l, d)
 
@@ -574,10 +573,11 @@ class BlockDiffusionLM(nn.Module):
         Noise levels t (b, n_blocks), uniform on t_range, and is_masked (b, s): a token is masked with probability t of
         its block. generator: None, one of a CPU, or a list with one for each sequence; then a sequence's noise is the
         same in every batch. stratum (i, parts): t comes from the i-th of so many equal parts of t_range; i is an int or
-        (b, n_blocks).
+        (b, n_blocks). (0, 1) is the whole range. nelbo.strata and eval.py's --stratified pass parts of it, one for each
+        block or sample: then the mean over these varies less.
         """
         (b, s), (i, parts), (least, most) = x0.shape, stratum, t_range         # least > 0: the weight is 1 / t
-        n_blocks, l = self.config.blocks_of(s)
+        n_blocks, l = self.config.split_blocks(s)
         generators = generator if isinstance(generator, (list, tuple)) else [generator] * b
         uniform = torch.stack([torch.rand(n_blocks + s, generator=g) for g in generators]).to(x0.device)
         level, token = uniform.split([n_blocks, s], 1)                         # each in [0, 1)
@@ -590,7 +590,8 @@ class BlockDiffusionLM(nn.Module):
         """
         The training loss: the NELBO of x0 (b, s) int64 in nats per token, with one noise sample per block. It is eq.
         prefix-cache with the weight w(t) = 1/t of eq. bdlm-masked-objective (alpha_t = 1 - t). noise: see draw_noise;
-        with another t_range than the default the loss is no bound.
+        with another t_range than the default the loss is no bound. The default leaves out t < 1e-3, where 1 / t is
+        large, so even there the mean over noise can lie slightly below -log p.
         """
         t, is_masked = self.draw_noise(x0, generator, **noise)
         return self.loss(x0, is_masked, t)
@@ -624,7 +625,7 @@ class BlockDiffusionLM(nn.Module):
                 layers.append((weight.new_zeros(kv), weight.new_zeros(kv)))
             else:
                 layers.append((weight.new_zeros(conv), weight.new_zeros(ssm, dtype=ops.at_least_fp32(weight.dtype))))
-        # The active block needs positions, too, as far as there are any. `rope` refuses a max_len beyond the capacity.
+        # Positions of the active block, too, as far as the capacity allows. `rope` refuses a max_len beyond that.
         positions = max(max_len, min(max_len + (block_len or config.block_len), config.rope_capacity))
         lengths = torch.zeros(batch, dtype=torch.long, device=weight.device)
         return Cache(layers, lengths, max_len, self.rope(positions))
@@ -640,7 +641,7 @@ class BlockDiffusionLM(nn.Module):
             return
         if self.config.full_sequence:
             raise UserError("a full-sequence model has no prefix cache: put the prompt in its window")
-        _, l = self.config.blocks_of(x0.size(1))
+        _, l = self.config.split_blocks(x0.size(1))
         held = int(cache.lengths.max())
         if held + x0.size(1) > cache.max_len:
             raise UserError(f"the cache holds {held} of at most {cache.max_len} tokens and cannot take {x0.size(1)} "
@@ -660,7 +661,7 @@ class BlockDiffusionLM(nn.Module):
     @torch.no_grad()
     def denoise_hidden(self, xt, cache, t):
         """Hidden states (b, l, d) of the active block, see `denoise`."""
-        assert xt.size(1) == self.config.block_of(xt.size(1)), "a block of another length"
+        assert self.config.full_sequence or xt.size(1) == self.config.block_len, "a block of another length"
         stream, cond, rope = self.embed(xt), self.condition(t), cache.rope_after(xt.size(1))
         for layer, state in zip(self.layers, cache.layers):
             stream = layer.denoise(stream, cond, state, cache.lengths, rope)

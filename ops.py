@@ -112,8 +112,8 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, states_every=None, chunk_len
 
     def in_chunks(u):
         """u (b, s, ...) -> (b, n_chunks, chunk, features)."""
-        u = F.pad(u.flatten(2).unflatten(1, (-1, stretch)), (0, 0, 0, fill))   # a row for each stretch
-        return u.flatten(1, 2).unflatten(1, (-1, chunk))
+        u = u.flatten(2).unflatten(1, (-1, stretch))                           # (b, n_stretches, stretch, features)
+        return F.pad(u, (0, 0, 0, fill)).flatten(1, 2).unflatten(1, (-1, chunk))       # (b, n_chunks, chunk, features)
 
     with torch.autocast(x.device.type, enabled=False):
         xs, dt, B, C = (u.to(dtype) for u in (x, dt, B, C))
@@ -156,6 +156,7 @@ def pass_states(local, log_decay, initial):
     """
     p, n = local.shape[-2:]
     # One product in place of a loop: out[i] is the sum over j <= i of sources[j], decayed over chunks j..i-1.
+    # sources[j] comes after chunk j - 1, and sources[0] after none: so a zero stands before the decays.
     sources = torch.cat([initial[:, None], local], 1).permute(0, 2, 1, 3, 4)   # (b, h, n_chunks + 1, p, n)
     decay = torch.exp(segsum(F.pad(log_decay.transpose(1, 2), (1, 0))))        # (b, h, n_chunks + 1, n_chunks + 1)
     return (decay @ sources.flatten(3)).unflatten(3, (p, n)).permute(0, 2, 1, 3, 4)    # (b, n_chunks + 1, h, p, n)
@@ -169,7 +170,7 @@ def segsum(a):
     m = a.size(-1)
     below = torch.ones(m, m, dtype=torch.bool, device=a.device).tril(-1)       # (m, m): i > j
     sums = a[..., None].expand(*a.shape, m).masked_fill(~below, 0).cumsum(-2)  # column j sums a_{j+1}, a_{j+2}, ...
-    return sums.masked_fill(below.T, float("-inf"))
+    return sums.masked_fill(below.T, float("-inf"))                            # below.T: i < j
 
 
 def _initial(state, x, B, dtype):
@@ -223,9 +224,9 @@ def gated_norm(y, z, weight):
 def two_stream_rule(q, kv, block_len, n_clean):
     """
     The visibility rule of the all-block objective. A clean token of block i sees clean blocks 0..i. A noisy token of
-    block i sees clean blocks 0..i-1 and its own noisy block. Clean tokens see each other because their keys and values
-    are what later blocks read: without context these would be those of single tokens. Finished blocks are cached whole,
-    so a clean token sees all of its own block; `cached_attention` follows the same rule.
+    block i sees clean blocks 0..i-1 and its own noisy block. Clean tokens see each other because later blocks read
+    their keys and values, which should depend on more than one token. A block is cached when it is finished, so its
+    clean tokens may all see each other. `cached_attention` follows the same rule.
 
     q, kv: integer tensors that broadcast, indices into [n_clean clean tokens; noisy tokens]. Returns a boolean tensor,
     true where query q sees key kv.
@@ -287,10 +288,11 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
     NaN is NaN. Returns the shape of q.
     """
     m = k.size(2)
-    longest = int(lengths.max()) if k_cache.size(2) else 0      # a full-sequence model need not wait for its GPU
+    # `int` waits for the GPU. A full-sequence model, whose cache has max_len 0, need not wait.
+    longest = int(lengths.max()) if k_cache.size(2) else 0
     position = torch.arange(-longest, m, device=q.device)                      # (longest + m,): new tokens begin at 0
     block = position // block_len                       # of each key; below 0 for cached keys, so every query sees them
-    q_block = block[longest:] if m > block_len else block.new_zeros(1)         # (m,); a single block needs one row
+    q_block = block[longest:] if m > block_len else block.new_zeros(1)         # (m,), or (1,): a single block, number 0
     held = (position >= 0) | (position + longest < lengths[:, None])           # (b, longest + m)
     mask = (q_block[:, None] >= block) & held[:, None, None]                   # (b, 1, m or 1, longest + m)
 
@@ -314,9 +316,14 @@ def linear_cross_entropy(hidden, head, target, weight):
 
 
 # ----------------------------------------------------------------------------------------------
-# Draws. A random number is a pure function of (seed, stream, index, step, begin). A generator would have a state, and
-# then the tokens of a row would depend on the rows beside it and on the order in which an engine draws. Without one,
-# every batch, engine and device has the same numbers. (Gumbel noise that fast/ makes of them is rounded differently.)
+# Draws. A random number is a pure function of a seed and four counters. A generator would have a state, and then the
+# tokens of a row would depend on the rows beside it and on the order in which an engine draws. Without one, every
+# batch, engine and device has the same numbers. (Gumbel noise that fast/ makes of them is rounded differently.)
+#
+# the counters of  uniform         purpose, below 0            index of the variate      step   begin
+#                  gumbel_argmax   pair of tokens, from 0 on   position in the block     step   begin
+#
+# Seed: of the row. step: differs between the steps of a block. begin: the position at which the block begins.
 
 def philox(seed, *counters):
     """Philox4x32-10 (Salmon et al. 2011): a seed and four counters, int64 tensors that broadcast -> four tensors of
@@ -338,12 +345,11 @@ def _uniforms(seed, *counters):
 
 
 @replaceable
-def uniform(n, stream, seed, step, begin):
-    """Returns n uniform variates on (0, 1) for each row, (b, n) fp64. stream: a negative number for each purpose; token
-    draws use streams >= 0. seed, step, begin (b,), all int64: the seed of a row, a number that differs between
-    the steps of a block, and the position at which the block begins."""
+def uniform(n, purpose, seed, step, begin):
+    """Returns n uniform variates on (0, 1) for each row, (b, n) fp64. purpose: an int below 0. seed, step, begin (b,)
+    int64."""
     which = torch.arange(n, device=seed.device)
-    return _uniforms(seed[:, None], torch.full_like(which, stream), which, step[:, None], begin[:, None])[0]
+    return _uniforms(seed[:, None], torch.full_like(which, purpose), which, step[:, None], begin[:, None])[0]
 
 
 @replaceable
@@ -356,7 +362,7 @@ def gumbel_argmax(logits, positions, seed, step, begin):
     """
     vocab, drawn = logits.size(-1), []
     seed, step, begin = (key[:, None, None] for key in (seed, step, begin))    # (b, 1, 1) each
-    # _uniforms returns two variates, so stream i serves two tokens: i and i + ceil(vocab / 2).
+    # _uniforms returns two variates, so pair i serves two tokens: i and i + ceil(vocab / 2).
     # Some positions at a time, so that their noise fits into a CPU's cache.
     pairs, per_tile = torch.arange(-(-vocab // 2), device=logits.device), max(1, 2 ** 17 // vocab)
     for x, position in zip(logits.split(per_tile, 1), positions[..., None].split(per_tile, 1)):

@@ -202,7 +202,7 @@ def add_gradients(model, train_data, step, micro_batches, autocast):
     """Adds the gradients of this rank's rows of a step's batch to p.grad. Returns their share of the batch's loss, a
     tensor on the device: reading it here would wait for the device."""
     loss, s, noise = 0.0, short_len if step < short_iters else seq_len, dict(t_range=(t_min, t_max))
-    k, _ = model.config.blocks_of(s)                    # blocks of a sequence
+    k, _ = model.config.split_blocks(s)                 # blocks of a sequence
     for rows in micro_batches:
         # Data and noise are functions of (seed, step, row of the global batch), whichever rank runs the row.
         x0 = train_data.batch(seed, step, rows, batch_size, seq_len).view(-1, s)       # a row is seq_len / s sequences

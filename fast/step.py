@@ -191,10 +191,10 @@ def unmask_kernel(xt, positions, drawn, permutation, step, mask, l, p, P: tl.con
     tl.store(step + row, begin)
 
 
-def uniform(n, stream, seed, step, begin):
+def uniform(n, purpose, seed, step, begin):
     """As ops.uniform."""
     out, N = torch.empty(len(seed), n, dtype=torch.float64, device=seed.device), 256
-    uniform_kernel[len(seed), triton.cdiv(n, N)](out, stream, seed, step, begin, n, N=N)
+    uniform_kernel[len(seed), triton.cdiv(n, N)](out, purpose, seed, step, begin, n, N=N)
     return out
 
 

@@ -81,7 +81,7 @@ def small_model():
 
 def price_of(model, x0, decoder):
     """eval.price of texts x0 (b, s): nats and passes a block."""
-    k, _ = model.config.blocks_of(x0.size(1))
+    k, _ = model.config.split_blocks(x0.size(1))
     sampler = sampler_of(decoder, seeds=[0] * (k * len(x0)), mask_id=model.config.mask_id)
     return price(model, x0, sampler, SimpleNamespace(update=id))
 
