@@ -18,7 +18,6 @@ import json
 import os
 import zipfile
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 
@@ -76,9 +75,9 @@ def load_model(path, device="cpu", needed=()):
     load_checkpoint."""
     record = load_checkpoint(path, *needed)
     shapes, config = {k: x.shape for k, x in record["model"].items()}, ModelConfig(**record["config"])
-    # A foreign file may ask for a billion layers, or for very wide ones. So no memory is taken, and no weights are
-    # drawn, before shapes are compared.
-    with torch.device("meta"), patch.object(BlockDiffusionLM, "init_weights"), patch.object(torch.Tensor, "normal_"):
+    # A foreign file may ask for a billion layers, or for very wide ones. So the model has shapes alone, without memory
+    # or drawn weights, before they are compared.
+    with torch.device("meta"):
         model = BlockDiffusionLM(dataclasses.replace(config, n_layer=min(config.n_layer, len(shapes))))
     if {k: x.shape for k, x in model.state_dict().items()} != shapes:
         raise UserError(f"{path} is damaged: its weights are not those of a model of its configuration")
@@ -106,6 +105,7 @@ def find_checkpoint(path):
                             f"hf://owner/name, and the network; a private model needs hf auth login") from error
     folders = ["out", ROOT / "assets" / "novelist"] if path == "auto" else [path, ROOT / path]
     files = [os.path.join(folder, name) for folder in folders for name in ("ckpt.pt", WEIGHTS)]
+    # The first one that exists. If none does, load_checkpoint will refuse `path` as it stands.
     return next((str(file) for file in (*folders, *files) if os.path.isfile(file)), path)
 
 

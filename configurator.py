@@ -64,7 +64,7 @@ def fit(name, value, default, where):
             value = [int(part) if part.isdecimal() else part for part in value.split(",") if part]
         elif isinstance(value, str) and due is not str:
             value = ast.literal_eval(value.capitalize() if due is bool else value)
-        if due(value) == value:                         # NaN equals nothing
+        if due(value) == value:                         # 3.0 is an int, 2 a float; 2.5 is no int. NaN equals nothing
             return due(value)
     raise UserError(f"{where}: {name} takes a value such as {default!r}, not {value!r}")
 
@@ -106,9 +106,11 @@ def configure(namespace, argv=None, where="command line"):
                 print(f"  --{name + ' = ' + repr(value):<34}  {comments.get(name, '')}".rstrip())
             sys.exit(0)
         if word.startswith("--"):
-            name, equals, text = word[2:].partition("=")
-            if not equals:                              # --name alone is true; else its value is the next word
-                text = type(settings.get(name)) is bool or (words.pop(0) if words and words[0][:2] != "--" else None)
+            name, equals, text = word[2:].partition("=")                       # --name=value
+            if not equals and type(settings.get(name)) is bool:                # --name: true
+                text = True
+            elif not equals:                                                   # --name value; `fit` refuses None
+                text = words.pop(0) if words and words[0][:2] != "--" else None
             new, source = {name: text}, where
         else:
             new, source = run_config(word, settings), word
@@ -128,7 +130,7 @@ def check(settings, least={}, most={}, above={}, choices={}, endings={}):
              **{k: f"at most {b}" for k, b in most.items() if not settings[k] <= b},
              **{k: f"one of {', '.join(b)}" for k, b in choices.items() if settings[k] not in b},
              **{k: f"a {b} file" for k, b in endings.items() if settings[k] and not settings[k].endswith(b)}}
-    for name, words in wrong.items():
+    for name, words in wrong.items():                   # the first one, if there is any
         raise UserError(f"{name} must be {words}, but is {settings[name]!r}")
 
 

@@ -152,10 +152,10 @@ def read_meta(path):
 
 
 @functools.lru_cache(maxsize=4)
-def permutation(seed, epoch, n):
-    """A random permutation of n windows for one epoch: (n,) ints. It is drawn by RandomState, whose numbers NumPy
-    guarantees never to change between versions."""
-    return np.random.RandomState([seed % 2**32, epoch]).permutation(n)
+def permutation(seed, number, n):
+    """The random permutation of 0..n-1 with this number, such as that of an epoch: (n,) ints. It is drawn by
+    RandomState, whose numbers NumPy guarantees never to change between versions."""
+    return np.random.RandomState([seed % 2**32, number]).permutation(n)
 
 
 def batches(items, size):
@@ -204,7 +204,7 @@ class TokenData:
 
         Plain reads are faster here than a memory map, which has a page fault for every 4 KiB.
         """
-        for file, size in self.files:
+        for file, size in self.files:                       # the loop ends at the file that holds the window
             if number < size // seq_len:
                 break
             number -= size // seq_len                       # now counted from the start of the next file

@@ -88,7 +88,7 @@ def nelbo_figures(sums, tokens, n_bytes):
 def windows_of(model, tokenizer, folder):
     """The sequences (n, s) that the settings ask for of a prepared folder, their bytes (n,), and what tells them."""
     text, s = TokenData(folder, "val", tokenizer.name), seq_len or model.config.seq_len
-    count = sequences if sequences >= 0 else max(2, 4096 // s) if decoders else 256
+    count = sequences if sequences >= 0 else (max(2, 4096 // s) if decoders else 256)      # 2: for a standard error
     x = text.sequences(s, count)
     return x, text.sequence_bytes(s, count).numpy(), dict(seq_len=s, sha256=hashlib.sha256(x.numpy()).hexdigest())
 
@@ -115,8 +115,9 @@ def price(model, x0, sampler, bar):
     b * k rows, one for each block.
 
     If positions do not depend on what is drawn, p of the text is exact: the product of p of the tokens of all steps.
-    `random` and `first_hitting` draw the positions, and the price is a bound, the mean over orders. There each masked
-    token may be next, so all m are scored, and n of them count n / m. With one token a step this is the NELBO.
+    `random` and `first_hitting` draw the positions, and the price is a bound, the mean over orders. A step that reveals
+    n of m masked tokens adds n / m of the -log p of all m: that is the mean over which n come next. With one token a
+    step this is the NELBO.
     """
     (b, s), (k, l), mask_id = x0.shape, model.config.split_blocks(x0.size(1)), sampler.mask_id
     truth = x0.reshape(b * k, l)
@@ -155,11 +156,13 @@ def price_decoders(model, tokenizer, folder, parallel, autocast):
 
     nats, passes = gather(parallel, found).transpose(1, 2, 0)                  # (decoders, n) each
     prices = {}
-    for decoder, own, n in zip(decoders, nats, passes.mean(1)):
-        (bpb, bpb_se), (more, more_se) = (ratio(x / math.log(2), n_bytes) for x in (own, own - nats[0]))
-        print(f"{folder}: {decoder} {bpb:.3f} +- {bpb_se:.3f} bits a byte, {n:.1f} passes a block, {more:+.3f} +- "
-              f"{more_se:.3f} against {decoders[0]}", flush=True)
-        prices[decoder] = dict(bpb=bpb, bpb_se=bpb_se, passes=n, more=more, more_se=more_se, nats=own.round(3).tolist())
+    for decoder, own, n_passes in zip(decoders, nats, passes.mean(1)):         # own (n,): nats of each sequence
+        # `more` than the first decoder: differences within sequences have a smaller standard error.
+        (bpb, bpb_se), (more, more_se) = (ratio(cost / math.log(2), n_bytes) for cost in (own, own - nats[0]))
+        print(f"{folder}: {decoder} {bpb:.3f} +- {bpb_se:.3f} bits a byte, {n_passes:.1f} passes a block, {more:+.3f} "
+              f"+- {more_se:.3f} against {decoders[0]}", flush=True)
+        prices[decoder] = dict(bpb=bpb, bpb_se=bpb_se, passes=n_passes, more=more, more_se=more_se,
+                               nats=own.round(3).tolist())
     return dict(about, decoders=prices, block_len=l, bytes=n_bytes.tolist())
 
 
@@ -173,6 +176,7 @@ def evaluate(path, parallel, use_bf16):
     trained, step = record.get("settings", {}), record.get("step")
     print(f"{path}: {model.n_params:,} parameters, step {step}, {tokenizer.name} tokens", flush=True)
     folders = data or ([] if tasks else trained.get("data", "data/stdlib").split(","))
+    # The model that ships may be here without the text of its training.
     if not data and ROOT / "assets" in Path(path).parents and not all(map(os.path.exists, folders)):
         print(f"{folders[0]}, the text of its training, is not here: this is of Python's own source, data/stdlib")
         folders = ["data/stdlib"]

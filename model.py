@@ -457,13 +457,15 @@ class BlockDiffusionLM(nn.Module):
         super().__init__()
         self.config = config
         d = config.d_model
-        self.embed = nn.Embedding(config.vocab_size, d)
+        # torch.randn, which is nn.Embedding's own draw, takes no time on the device "meta".
+        self.embed = nn.Embedding.from_pretrained(torch.randn(config.vocab_size, d), freeze=False)
         self.time = TimestepEmbedding(d)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.n_layer))
         self.norm = nn.LayerNorm(d, bias=False)
         self.adaln = nn.Linear(d, 2 * d)
         self.head = nn.Linear(d, config.vocab_size, bias=False)
-        self.init_weights(init_std, embed_std)
+        if not self.embed.weight.is_meta:               # else there are only shapes
+            self.init_weights(init_std, embed_std)
 
     @torch.no_grad()
     def init_weights(self, init_std, embed_std):

@@ -23,15 +23,14 @@ NATS, MASKED, RIGHT = range(3)          # the three sums of a sequence, see sequ
 
 def noise_seeds(seed, numbers):
     """The noise seed of each sequence: a list of 63-bit ints. numbers: those of the sequences."""
-    seeds = (np.random.SeedSequence([seed, int(i)]).generate_state(1, np.uint64)[0] for i in numbers)
-    return [int(s) & (2 ** 63 - 1) for s in seeds]
+    return [int(np.random.SeedSequence([seed, int(i)]).generate_state(1, np.uint64)[0]) % 2 ** 63 for i in numbers]
 
 
 def strata(seed, step, rows, batch_size, k):
     """Shares out the range of t among the k blocks of each of the batch_size rows of a training step, in a random order
     that depends on (seed, step) alone. Returns, for draw_noise, the strata of these rows (len(rows), k) and the number
     of all strata."""
-    order = permutation(seed, step, batch_size * k).reshape(batch_size, k)
+    order = permutation(seed, step, batch_size * k).reshape(batch_size, k)     # the permutation number `step`
     return torch.from_numpy(order[list(rows)]), batch_size * k
 
 
@@ -45,14 +44,14 @@ def masked_cross_entropy(model, hidden, target, max_logits=2 ** 25):
     Scores targets (m,) for hidden states (m, d). Returns -log p(target) in nats, (m,) fp64, and whether target is the
     most likely token, (m,) bool, both on the CPU. The mask token has probability 0 (the substitution parameterisation).
     Logits and log-sum-exp are fp32, or fp64 if `hidden` is, even under autocast. At most max_logits logits exist
-    at a time.
+    at a time. The training loss is of another function, ops.linear_cross_entropy, which gives only a weighted sum, with
+    gradients, and may compute logits in bf16.
     """
-    dtype = ops.at_least_fp32(hidden.dtype)
-    head = model.head.weight[:-1].to(dtype)             # without the mask token
-    nll, hit = [], []
+    head = model.head.weight[:-1].to(ops.at_least_fp32(hidden.dtype))          # (v - 1, d): without the mask token
+    nll, hit, most = [], [], max(1, max_logits // len(head))
     with torch.autocast(hidden.device.type, enabled=False):
-        for h, y in zip(*(v.split(max(1, max_logits // len(head))) for v in (hidden, target))):
-            logits = h.to(dtype) @ head.T
+        for h, y in zip(hidden.split(most), target.split(most)):
+            logits = h.to(head.dtype) @ head.T                                 # (most, v - 1)
             nll.append(F.cross_entropy(logits, y, reduction="none"))
             hit.append(logits.argmax(-1) == y)
     return torch.cat(nll).cpu().double(), torch.cat(hit).cpu()                 # `cpu` before `double`: MPS has no fp64

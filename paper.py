@@ -49,7 +49,7 @@ SAMPLE = {kind: dict(zip(LADDER, speeds)) for kind, speeds in zip(MODELS, [
 
 def kind_of(hybrid, full_sequence):
     """The key of MODELS."""
-    return (("bdlm_attention", "mamba_h"), ("attention", "diffumamba_h"))[full_sequence][hybrid]
+    return ("diffumamba_h" if hybrid else "attention") if full_sequence else ("mamba_h" if hybrid else "bdlm_attention")
 
 
 def transfer_lr(small_lr, width, depth, batch, tokens):

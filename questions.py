@@ -30,14 +30,15 @@ def row_batches(config, texts, rows, budget):
     """
     Sorts rows into batches of about `budget` tokens. A row (n, positions) is texts[n] with tokens masked at these
     positions, in ascending order. Yields (begin, l, rows): these run the block of l tokens that begins at `begin`,
-    which is the block of each row's first position. A full-sequence model has one block, which is the whole text.
+    which is the block of each row's first position: in blocks of 6 the row (n, [10, 13]) runs the block that begins at
+    6. A full-sequence model has one block, which is the whole text.
     """
-    def block_of(row):
+    def place_of(row):
         n, positions = row
         l = config.block_of(len(texts[n]))
         return positions[0] // l * l, l
 
-    for (begin, l), group in itertools.groupby(sorted(rows, key=block_of), block_of):
+    for (begin, l), group in itertools.groupby(sorted(rows, key=place_of), place_of):
         for part in batches(list(group), budget // (begin + l)):
             yield begin, l, part
 
@@ -92,7 +93,7 @@ def score_pairs(model, pairs, budget, parallel):
             found = masked_hidden(model, texts, *batch)
             target = torch.tensor([texts[n][i] for n, (i,), _ in found], device=device)
             nats, _ = masked_cross_entropy(model, torch.cat([h for *_, h in found]), target)   # (rows,)
-            np.subtract.at(score, [n for n, *_ in found], nats.numpy())
+            np.subtract.at(score, [n for n, *_ in found], nats.numpy())        # -= would count a repeated n only once
             bar.update(len(found))
 
     # Decoding of an answer stops at the first token that differs. So whatever was decoded before equals the answer's
