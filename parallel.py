@@ -147,6 +147,7 @@ class Parallel:
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.rank = int(os.environ.get("RANK", 0)) if self.world > 1 else 0
         self.device = torch.device(pick_device(device))
+        # The number of this process's GPU: from torchrun or, without it, from a device such as cuda:1.
         local_rank = int(os.environ.get("LOCAL_RANK", self.device.index or 0))
         if self.device.type == "cuda":
             if local_rank >= (count := torch.cuda.device_count()):
