@@ -166,36 +166,36 @@ def training_step(config, batch, dev, rank=0, world=1):
 # bench.py sample
 
 def bench_sample(parallel):
-    """Yields for each model of 700M, with random weights, and length what is known of a row, and the function that
-    measures the rest. Batch 1 is the paper's protocol."""
+    """Yields for each model of 700M and length what is known of a row, and the function that measures the rest. Batch 1
+    is the paper's protocol."""
     dev, on_gpu = parallel.device, parallel.device.type == "cuda"
     for name, config in models("700m", dev):
-        with torch.device(dev):
-            model = BlockDiffusionLM(config)
-        torch.nn.init.normal_(model.head.weight, std=0.02)
-        model, new_engine = open_engine("auto", model, pick_dtype("auto", dev))            # frees the original weights
         most = (65536 if config.full_sequence else config.rope_capacity) if on_gpu else 1024
         for b in batch:
             for length in lengths or [n for n in paper.LADDER if b * n <= most]:
                 row = dict(config=name, length=length, batch=b, tokens_per_step=tokens_per_step)
                 if (b, tokens_per_step) == (1, 16):     # the paper's protocol
                     row["paper"] = paper.SAMPLE.get(name.removesuffix("_700m"), {}).get(length)
-                yield row, functools.partial(time_generation, model, new_engine, b, length)
+                yield row, functools.partial(time_generation, config, dev, b, length)
 
 
 @torch.no_grad()
-def time_generation(model, new_engine, b, length):
-    """Fields for a row: b generations of `length` tokens side by side. capture_s: seconds to build the engine, which
-    may record CUDA graphs."""
-    c, dev, started = model.config, model.embed.weight.device, time.perf_counter()
-    l = c.block_of(length)
+def time_generation(config, dev, b, length):
+    """Fields for a row: b generations of `length` tokens side by side by a new model of random weights. capture_s:
+    seconds to build the engine, which may record CUDA graphs."""
+    with torch.device(dev):
+        model = BlockDiffusionLM(config)
+    torch.nn.init.normal_(model.head.weight, std=0.02)  # at 0 all tokens are equally likely
+    model, new_engine = open_engine("auto", model, pick_dtype("auto", dev))    # frees the original weights
+
+    started, l = time.perf_counter(), config.block_of(length)
     n_blocks = -(-length // l)
-    capacity = 0 if c.full_sequence else max(n_blocks - 1, 1) * l              # the last block is never committed
-    cache = model.new_cache(b, capacity, l)
-    sampler = Sampler(list(range(b)), tokens_per_step=tokens_per_step, mask_id=c.mask_id)
+    # The last block is never committed. But blocks_seconds times a block after one other, also if there is only one.
+    cache = model.new_cache(b, 0 if config.full_sequence else max(n_blocks - 1, 1) * l, l)
+    sampler = Sampler(list(range(b)), tokens_per_step=tokens_per_step, mask_id=config.mask_id)
     engine = new_engine(model, cache, sampler, l)
     row = dict(engine=engine.name, cache_bytes=cache.nbytes, capture_s=now(dev) - started)
-    if c.full_sequence:                                 # all steps run over the same window
+    if config.full_sequence:                            # all steps run over the same window
         how, (seconds, spread, _) = "step x length / p", measure(engine.step, dev, warmup, iterations)
         seconds *= -(-length // tokens_per_step)
     elif length <= WHOLE:
@@ -259,7 +259,7 @@ def main(words):
     """Runs the subcommand words[0], train or sample, with the settings that follow."""
     what, *words = words or ["--help"]
     benches = dict(train=bench_train, sample=bench_sample)
-    configure(globals(), [what] if what.startswith("-") else words)
+    configure(globals(), [what] if what.startswith("-") else words)           # a flag in place of a subcommand: --help
     check(dict(globals(), subcommand=what), choices=dict(subcommand=benches), endings=dict(out=".json"),
           least=dict(iterations=1, warmup=0, micro_batch_size=1, tokens_per_step=1))
     for n in (*lengths, *batch):
