@@ -1,0 +1,28 @@
+# BDLM Mamba-H on bytes, trained on TinyStories: simple language, which six million parameters can hold.
+#     python data.py jsonl train.jsonl.zst --val validation.jsonl.zst --tokenizer bytes --out data/stories
+#     python train.py config/storyteller.py
+
+out_dir = "out/storyteller"
+data = "data/stories"
+tokenizer = "bytes"             # 256 bytes, end-of-text and the mask
+
+attn_every = 2                  # attention at layers 0, 2, 4 and 6, Mamba-2 at all others
+seq_len = 1024
+block_len = 64
+n_layer = 8
+n_head = 3                      # head dimension 64
+d_model = 192
+d_state = 32                    # 6 Mamba-2 heads of 64
+
+t_min, t_max = 0.3, 0.7         # noise of the middle: docs/results.md
+stratified = True
+batch_size = 64
+max_iters = 3600                # 64 x 1024 x 3600 = 236M bytes, 16 passes over the text
+warmup_iters = 300
+learning_rate = 4e-3
+init_std = 0.05
+embed_std = 1.0
+eval_interval = 600
+eval_sequences = 256
+eval_samples = 2
+log_interval = 50
