@@ -34,7 +34,8 @@ from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, e
                       pick_dtype, select_kernels, share_work)
 
 # ----------------------------------------------------------------------------------------------
-# Settings: the defaults train a small BDLM Mamba-H on bytes in minutes, on two cores.
+# Settings: the defaults train a small BDLM Mamba-H on bytes in minutes, on two cores. In brackets: the setting of
+# nanoGPT with this job, perhaps in another unit.
 out_dir = "out"                         # where the checkpoints and the log go
 resume = False                          # continue from out_dir/ckpt.pt, with its settings except those that you give
 init_from = ""                          # begin with the weights of this checkpoint; ignored with --resume
@@ -142,7 +143,7 @@ def main(given):
     while True:
         # Save before validating: a validation may take long, and a second Ctrl-C during it then loses nothing. So a
         # run that is resumed here may validate once more. One that began with other weights validates at step 0, too.
-        due = step >= max_iters or step % eval_interval == 0 and (step > 0 or init_from)
+        due = step >= max_iters or (step % eval_interval == 0 and (step > 0 or init_from))
         if due or stopping:
             save(path, model, parallel, optimizer=optimizer.state_dict(), step=step, **about)
         if due and not stopping:
@@ -201,13 +202,15 @@ def learning_rate_at(step):
 def add_gradients(model, train_data, step, micro_batches, autocast):
     """Adds the gradients of this rank's rows of a step's batch to p.grad. Returns their share of the batch's loss, a
     tensor on the device: reading it here would wait for the device."""
-    loss, s, noise = 0.0, short_len if step < short_iters else seq_len, dict(t_range=(t_min, t_max))
+    loss, noise = 0.0, dict(t_range=(t_min, t_max))
+    s = short_len if step < short_iters else seq_len    # tokens of a sequence
     k, _ = model.config.split_blocks(s)                 # blocks of a sequence
     for rows in micro_batches:
         # Data and noise are functions of (seed, step, row of the global batch), whichever rank runs the row.
         x0 = train_data.batch(seed, step, rows, batch_size, seq_len).view(-1, s)       # a row is seq_len / s sequences
         x0 = x0.to(model.embed.weight.device, non_blocking=True)
         generators = noise_generators(seed, [step * batch_size + row for row in rows])
+        # The sequences of a row draw one after the other from its generator.
         generators = [g for g in generators for _ in range(seq_len // s)]
         if stratified:
             stratum, n = strata(seed, step, rows, batch_size, seq_len // s * k)
@@ -315,7 +318,8 @@ def take_settings(path, saved, given):
         raise UserError(f"{path} was trained on {saved['data']}, not on {data}: leave data out to continue with that "
                         f"text, or begin with --init_from={shlex.quote(path)} --out_dir=FOLDER to train its weights on "
                         f"another; if it has moved, make {saved['data']} a link to it (ln -s)")
-    # out_dir is where the checkpoint was found, not the saved one; init_from is what the run began with.
+    # out_dir is where the checkpoint was found, not the saved one. init_from is what the run began with: the saved one
+    # counts even if one was given.
     ours, given = settings_of(globals()), {*given} - {"init_from"}
     known = {k: fit(k, v, ours[k], path) for k, v in saved.items() if k in ours.keys() - {"out_dir", "resume"}}
     globals().update({k: v for k, v in known.items() if k not in given})
