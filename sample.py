@@ -30,7 +30,7 @@ from model import Attention, BiMamba, cast_for_inference
 from parallel import has_fast, pick_device, pick_dtype, select_kernels, share_work
 
 # ----------------------------------------------------------------------------------------------
-# Settings
+# Settings. In brackets: the setting of nanoGPT with this job.
 checkpoint = "auto"                     # file, folder (out_dir) or hf://owner/name; auto: out, else the one that ships
 prompt = ""                             # text to continue (start, in nanoGPT); empty: a new document
 prompt_file = ""                        # a UTF-8 file with the prompt
@@ -116,6 +116,7 @@ def open_engine(wanted, model, dtype=torch.float32):
     if device_type == "mps":
         raise UserError("device=mps cannot sample, because draws need fp64; use --device=cpu")
     known = all(type(layer.mixer) in (Attention, BiMamba) for layer in model.layers)
+    # ops.FAST has an attention to a cache if parallel.select_kernels selected the kernels of fast/.
     fast = known and device_type != "cpu" and "cached_attention" in ops.FAST
     if wanted == "simple" or (wanted == "auto" and not fast):
         return cast_for_inference(model, dtype), SimpleEngine
@@ -176,7 +177,8 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
         # tolist waits for the device. With CUDA graphs it waits elsewhere only in ActiveBlock.steps.
         for i, block in enumerate(x0.tolist()):
             begin = starts[i] + k * l                                          # where this block is in the row
-            new = block[len(rows[i]) - begin:ends[i] - begin]                  # nothing if the row has ended
+            # Nothing if the row has ended: then both bounds are equal, be they above or below 0.
+            new = block[len(rows[i]) - begin:ends[i] - begin]
             if stop_token in new:
                 new = new[:new.index(stop_token) + 1]
                 ends[i] = len(rows[i]) + len(new)
@@ -234,10 +236,10 @@ def read(model, prefixes, cache, known=None):
     prefix are read once. known: None, or a cache of one row with the first tokens of every prefix, which is copied. On
     a terminal, a bar appears after two seconds."""
     bar = functools.partial(tqdm, desc="reading the prompt", unit=" chunks", disable=None, delay=2, leave=False)
-    first = {}                                          # prefix -> the first row with it
+    first = {}                                          # prefix -> a row that has read it
     for i, prefix in enumerate(prefixes):
         row, text = cache[i:i + 1], tuple(prefix.tolist())
-        if (source := first.setdefault(text, known)) is not None:
+        if (source := first.get(text, known)) is not None:
             copy_row(source, row)
         rest = prefix[None, int(row.lengths):].to(row.lengths.device)          # (1, those that the row lacks)
         model.prefill(rest, row, progress=bar)
@@ -272,7 +274,8 @@ class Printer:
 
     def __init__(self, tokenizer, prompt, live):
         self.tokenizer, self.prompt, self.live = tokenizer, prompt, live
-        # A character may end in a later block than it begins in: its bytes are kept until then.
+        # A character may end in a later block than it begins in: its bytes are kept until then. The prompt of row 0 is
+        # printed first; `end` prints that of the others.
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self.kept = collections.defaultdict(bytes, {0: prompt.encode()})       # what each row has yet to print
 
@@ -307,17 +310,19 @@ def main():
     # Before open_engine, which changes the weights.
     made_by = fingerprint(model, weight_dtype) if save_cache or load_cache else None
     tokens, cache = load_prompt(load_cache, c, made_by) if load_cache else (torch.zeros(0, dtype=torch.long), None)
-    # A new document begins after an end-of-text.
+    # Without any text a new document begins, after an end-of-text. A loaded cache has text.
     new = tokenizer.encode_ordinary(text) or [tokenizer.eot_token] * (not load_cache)
     tokens = torch.cat([tokens, torch.tensor(new, dtype=torch.long)])          # (m,)
     suffix_tokens = tokenizer.encode_ordinary(suffix)
 
     l, (start,), _ = plan(c, [tokens], length, len(suffix_tokens))
-    per_step = tokens_per_step or math.ceil(c.block_of(length) / 16)           # then a block takes 16 steps or fewer
+    # At most 16 steps a block. In the window of a full-sequence model `length` tokens are masked, and not the prompt.
+    per_step = tokens_per_step or math.ceil(c.block_of(length) / 16)
     sampler = Sampler([seed + i for i in range(num_samples)], decoder, per_step, threshold, entropy_bound, temperature,
                       top_k, top_p, mask_id=c.mask_id)
     share_work(2 * n_params * l * num_samples)
     model, new_engine = open_engine(engine, model, weight_dtype)
+    # threshold and entropy_bound are decoders and also the settings of their numbers.
     pace = globals()[decoder] if decoder in AS_SURE else f"with {min(sampler.tokens_per_step, l)} tokens a step"
     print(f"{path}: {n_params:,} parameters on {dev}, {kernels_line}, decoder {decoder} {pace}, seed {seed}",
           file=sys.stderr)
