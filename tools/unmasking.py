@@ -1,131 +1,152 @@
 """
-Records how a model unmasks a text and draws it as an animated SVG. The animation repeats and follows the viewer's light
-or dark mode.
+Draws how decoders unmask a text as an animated SVG: side by side, with the same passes a second. A box is a masked
+byte, and a frame is around the active block. It repeats, and follows the viewer's light or dark mode.
 
-    python -m tools.unmasking --checkpoint=assets/novelist --decoder=confidence --prompt="The old house " --length=200
+    python -m tools.unmasking --checkpoint=assets/novelist --temperature=0.6 --prompt="The old house " --length=178 \\
+        --decoders=random:1,strided:2 --seed=1340 --out=assets/unmasking.svg
 """
 import codecs
+import itertools
 import math
-import re
 from xml.sax.saxutils import escape
 
 import torch
 
 from checkpoint import open_checkpoint
 from configurator import check, configure, script, write_file
-from decoders import Sampler
-from paper import kind_of
-from parallel import pick_device, pick_dtype, select_kernels
-from sample import generate, open_engine
+from decoders import AS_SURE, sampler_of
+from parallel import pick_device, select_kernels
+from sample import generate, plan
 
 # ----------------------------------------------------------------------------------------------
 # Settings
 checkpoint = "auto"                     # file, folder (out_dir) or hf://owner/name; auto: out, else the one that ships
 prompt = ""                             # a text to continue
 length = 0                              # new tokens; 0: the rest of the block and one more, or of the window
-decoder = "random"                      # see sample.py
-tokens_per_step = 0                     # revealed per denoising step; 0: as in sample.py
+decoders = ["random:1", "strided:2"]    # a panel for each, named as for eval.py
+temperature = 1.0                       # 0: the most probable token
 seed = 1337                             # of all draws
-shown = 400                             # characters of the prompt to draw, the last ones
-columns = 88                            # characters per line
-seconds = 8.0                           # from the first step to the last; the finished text then stays half as long
+columns = 32                            # bytes per line
+seconds = 8.0                           # from the first pass to the last; the finished text then stays half as long
 out = "out/unmasking.svg"               # the picture
 device = "auto"                         # auto, cpu or cuda
 
-WIDE, HIGH, MARGIN = 7.8, 17, 12        # width of a character, height of a line, margin: in SVG units
+WIDE, HIGH, TITLE, MARGIN = 8.4, 21, 36, 12     # a byte's cell, a panel's title, margins: in SVG units
+SIGNS = {"\n": "\u21b5", "\t": "\u21e5"}
+STYLE = """text{font:13px ui-monospace,Menlo,Consolas,monospace;text-anchor:middle;fill:#1f2328}
+.card{fill:#fff;stroke:#d1d9e0}.t.s0{fill:#59636e}.frame{fill:#b2182b18;stroke:#b2182b}.box{fill:#b2182b}
+.title{text-anchor:start}.count{text-anchor:end;font-size:16px;font-weight:bold}.end{fill:#1a7f37}
+@media(prefers-color-scheme:dark){text{fill:#f0f6fc}.card{fill:#0d1117;stroke:#3d444d}.t.s0{fill:#9198a1}
+.frame{fill:#e0605f28;stroke:#e0605f}.box{fill:#e0605f}.end{fill:#3fb950}}
+@media(prefers-reduced-motion){*{animation:none!important}}
+"""
 
 
-def record():
-    """Generates. Returns a dict: `prompt`, `tokens` (the bytes of the new tokens), `steps` (the step that revealed
-    each), and the settings."""
-    dev = torch.device(pick_device(device))
-    select_kernels("auto", dev, training=False)
-    model, tokenizer, *_ = open_checkpoint(checkpoint, dev)
-    c, ids = model.config, tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
-    l = c.block_len
-    count = length or (1 if c.full_sequence else 2) * l - len(ids) % l         # a block model: at least one whole block
-    sampler = Sampler([seed], decoder, tokens_per_step or math.ceil(c.block_of(count) / 16), mask_id=c.mask_id)
-    model, new_engine = open_engine("auto", model, pick_dtype("auto", dev))
-    masks = []                                          # after every step: which positions of the block are masked
-    done = generate(model, [torch.tensor(ids)], count, sampler, new_engine,
-                    on_step=lambda xt: masks.append((xt[0] == c.mask_id).cpu()))
-    steps, before = {}, torch.zeros(1)
-    begin = (0 if c.full_sequence else len(ids) // l * l) - len(masks[0])
-    for step, masked in enumerate(masks):
-        if not before.any():                            # a new block begins: all that is not prompt is masked
-            begin += len(masked)
-            before = begin + torch.arange(len(masked)) >= len(ids)
-        steps |= {begin + i: step for i in (before & ~masked).nonzero().flatten().tolist()}
-        before = masked
-    new = done.tokens[0].tolist()[len(ids):]
-    return dict(prompt=prompt, tokens=[tokenizer.decode_bytes([token]) for token in new],
-                steps=[steps[len(ids) + i] for i in range(len(new))], model=kind_of(c.hybrid, c.full_sequence),
-                decoder=decoder, seed=seed, tokens_per_step=sampler.tokens_per_step)
+def record(model, tokenizer, decoder):
+    """
+    Generates. Returns a dict:
+      title    the decoder in words
+      data     the text with its prompt, in bytes
+      shown    for each byte the pass that revealed it, from 1, or 0 for the prompt
+      blocks   for each block (begin, end, first, last): its bytes, and the passes before and after which it is active
+      passes   how many the text took: the steps, and one for each block but the last, to append it to the cache
+    """
+    c, ids = model.config, torch.tensor(tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token])
+    count = length or (1 if c.full_sequence else 2) * c.block_len - len(ids) % c.block_len      # a whole block at least
+    sampler = sampler_of(decoder, seeds=[seed], temperature=temperature, mask_id=c.mask_id)
+    l, (start,), _ = plan(c, [ids], count)
+    blocks = [[]]                                       # for each block, which positions every step left masked
+    done = generate(model, [ids], count, sampler, on_block=lambda *_: blocks.append([]),
+                    on_step=lambda xt: blocks[-1].append((xt[0] == c.mask_id).tolist()))
+    tokens = [tokenizer.decode_bytes([token]) for token in done.tokens[0].tolist()]
+    if not prompt:
+        tokens[0] = b""                                 # the end-of-text before a new document
+
+    at = [0, *itertools.accumulate(map(len, tokens))]   # where each token begins in the bytes
+    shown, spans, passes = [0] * len(ids), [], 0
+    for begin, steps in zip(range(start, len(tokens), l), blocks):
+        shown += [passes + 1 + sum(step[i] for step in steps) for i in range(len(shown) - begin, l)]
+        first, passes = passes, min(passes + len(steps) + 1, done.forward_passes)
+        spans.append((at[begin], at[min(begin + l, len(tokens))], first, passes))
+    name = sampler.decoder
+    how = f" {vars(sampler)[name]}" if name in AS_SURE else f", {sampler.tokens_per_step} a pass"
+    return dict(title=name + how, data=b"".join(tokens), blocks=spans, passes=passes,
+                shown=[step for token, step in zip(tokens, shown) for _ in token])
 
 
-def characters(tokens, steps):
-    """Yields (text, step) of the characters of tokens, given as bytes. One of several tokens appears with the last."""
-    utf8, last = codecs.getincrementaldecoder("utf-8")("replace"), 0
-    for token, step in zip(tokens, steps):
-        last = max(last, step)
-        if text := utf8.decode(token):
-            yield text, last
-            last = 0
-    yield utf8.decode(b"", final=True), last
+def letters(data):
+    """Yields (begin, end, letter) of the letters of UTF-8 bytes. What is no letter becomes \ufffd."""
+    utf8, begin = codecs.getincrementaldecoder("utf-8")("replace"), 0
+    for end in range(1, len(data) + 1):
+        if letter := utf8.decode(data[end - 1:end], final=end == len(data)):
+            yield begin, end, letter
+            begin = end
 
 
-def placed(pieces):
-    """Lays out pieces [(text, what)]: yields (line, column, text, what), wrapped at `columns` and at line ends."""
-    line = column = 0
-    for text, what in pieces:
-        for i, part in enumerate(text.expandtabs(4).split("\n")):
-            part = "".join(c if c.isprintable() else "\ufffd" for c in part)       # XML forbids control characters
-            if i:
-                line, column = line + 1, 0
-            if column and column + len(part) > columns:
-                line, column, part = line + 1, 0, part.lstrip(" ")
-            if part:
-                yield line, column, part, what
-                column += len(part)
+def height(found):
+    """The height of a panel."""
+    return TITLE + math.ceil(len(found["shown"]) / columns) * HIGH + MARGIN
 
 
-def svg(found):
-    """The picture as text. Each token has an animation of the full duration, in which it appears at its step."""
-    last = max(found["steps"])
-    whole = 1.5 * seconds
-    prompt_words = re.findall(r"\s*\S+|\s+", found["prompt"][max(len(found["prompt"]) - shown, 0):])
-    pieces = [*((word, None) for word in prompt_words), *characters(found["tokens"], found["steps"])]
-    places, styles = list(placed(pieces)), []
-    for step in sorted(set(found["steps"])):
-        at = 100 * (0.05 + 0.6 * step / max(last, 1))
-        styles.append(f".s{step}{{animation:k{step} {whole:g}s infinite}}"
-                      f".m{step}{{animation:h{step} {whole:g}s infinite}}"
-                      f"@keyframes k{step}{{0%,{at:.2f}%{{opacity:0}}{at + 1.5:.2f}%,100%{{opacity:1}}}}"
-                      f"@keyframes h{step}{{0%,{at:.2f}%{{opacity:.35}}{at + 1.5:.2f}%,100%{{opacity:0}}}}")
-    rows = []
-    for line, column, text, step in places:
-        x, y = MARGIN + column * WIDE, MARGIN + (line + 1) * HIGH
-        width = len(text) * WIDE
-        if step is not None:
-            bare = len(text) - len(text.lstrip(" "))    # leading spaces stay uncovered
-            left, covered = x + bare * WIDE + 1, max(width - bare * WIDE - 2, 2)
-            rows.append(f'<rect x="{left:.1f}" y="{y - 11}" width="{covered:.1f}" height="12" rx="2" class="m{step}"/>')
-        name = "p" if step is None else f"t s{step}"
-        rows.append(f'<text x="{x:.1f}" y="{y}" textLength="{width:.1f}" class="{name}">{escape(text)}</text>')
-    size = 2 * MARGIN + columns * WIDE, 2 * MARGIN + (max(place[0] for place in places) + 1) * HIGH
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]:.0f} {size[1]}" xml:space="preserve">'
-            f"<style>text{{font:13px ui-monospace,Menlo,Consolas,monospace;white-space:pre}}"
-            f".p{{fill:#777}}.t{{fill:#111}}rect{{fill:#b2182b;opacity:0}}"
-            f"@media(prefers-color-scheme:dark){{.p{{fill:#999}}.t{{fill:#eee}}rect{{fill:#e0605f}}}}"
-            f"{''.join(styles)}</style>{''.join(rows)}</svg>\n")
+def panel(found, left):
+    """The elements of a panel at x = left. A class is named after a pass: after it, s is seen, h is hidden, and d is no
+    longer faint."""
+    shown, passes, right = found["shown"], found["passes"], columns * WIDE + MARGIN
+
+    def box(begin, end, kind, gap):
+        x, y = MARGIN + begin % columns * WIDE + gap, TITLE + begin // columns * HIGH + 3 * gap
+        return (f'<rect x="{x:.1f}" y="{y}" width="{(end - begin) * WIDE - 2 * gap:.1f}" height="{HIGH - 6 * gap}" '
+                f'rx="2" class="{kind}"/>')
+
+    # The count is a column of numbers behind a window of one line. Every pass moves it up by a line.
+    rows = [f'<g transform="translate({left:.1f} 1)">'
+            f'<rect width="{right + MARGIN:.1f}" height="{height(found)}" rx="6" class="card"/>'
+            f'<text x="{MARGIN}" y="24" class="title">{found["title"]}</text>'
+            f'<svg width="{right:.1f}" height="{TITLE}"><g class="c{passes}">']
+    rows += [f'<text x="{right:.1f}" y="{24 + TITLE * i}" class="count{" end" * (i == passes)}">{i} passes</text>'
+             for i in range(passes + 1)]
+    rows += ["</g></svg>"]
+
+    for begin, end, first, last in found["blocks"]:
+        breaks = [begin, *(i for i in range(begin + 1, end) if i % columns == 0), end]
+        frames = [box(*line, f"frame h{last}", 0) for line in itertools.pairwise(breaks)]
+        boxes = [box(i, i + 1, f"box h{shown[i]}", 1) for i in range(begin, end) if shown[i]]
+        rows += [f'<g class="s{first}">', *frames, f'</g><g class="d{first}">', *boxes, "</g>"]
+    for begin, end, letter in letters(found["data"]):
+        x, y = MARGIN + (begin % columns + (end - begin) / 2) * WIDE, TITLE + begin // columns * HIGH + 15
+        # XML forbids control characters.
+        letter = SIGNS.get(letter) or "".join(c if c.isprintable() else "\ufffd" for c in letter)
+        if letter != " ":
+            rows += [f'<text x="{x:.1f}" y="{y}" class="t s{max(shown[begin:end])}">{escape(letter)}</text>']
+    return "".join([*rows, "</g>"])
+
+
+def svg(panels):
+    """The picture, a text. Without animation it is that of the finished texts."""
+    most, whole, step = max(found["passes"] for found in panels), 1.5 * seconds, columns * WIDE + 3 * MARGIN
+    at = {n: 4 + 200 / 3 * n / most for n in range(1, most + 1)}           # when pass n ends, in percent of the whole
+    styles = [f".{kind}{n}{{opacity:{after};animation:{kind}{n} {whole:g}s infinite}}@keyframes {kind}{n}"
+              f"{{0%,{at[n]:.2f}%{{opacity:{before}}}{at[n] + 0.5:.2f}%,100%{{opacity:{after}}}}}"
+              for kind, before, after in (("s", 0, 1), ("h", 1, 0), ("d", 0.25, 1)) for n in at]
+    for n in {found["passes"] for found in panels}:
+        end = f"transform:translateY(-{n * TITLE}px)"
+        styles += [f".c{n}{{{end};animation:c{n} {whole:g}s steps({n}) infinite}}"
+                   f"@keyframes c{n}{{0%,4%{{transform:none}}{at[n]:.2f}%,100%{{{end}}}}}"]
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 0 {len(panels) * step - MARGIN + 2:.0f} '
+            f'{max(map(height, panels)) + 2}"><style>{STYLE}{"".join(styles)}</style>'
+            f'{"".join(panel(found, i * step) for i, found in enumerate(panels))}</svg>\n')
 
 
 def main():
-    check(globals(), least=dict(length=0, tokens_per_step=0, shown=0, columns=20, seed=0), above=dict(seconds=0),
-          endings=dict(out=".svg"))
-    found = record()
-    write_file(out, svg(found))
-    print(f"wrote {out}: {len(found['tokens'])} tokens in {max(found['steps']) + 1} steps")
+    check(globals() | dict(decoders=len(decoders)), least=dict(decoders=1, length=0, temperature=0, columns=20, seed=0),
+          above=dict(seconds=0), endings=dict(out=".svg"))
+    dev = torch.device(pick_device(device))
+    select_kernels("auto", dev, training=False)
+    model, tokenizer, *_ = open_checkpoint(checkpoint, dev)
+    panels = [record(model, tokenizer, decoder) for decoder in decoders]
+    write_file(out, svg(panels))
+    for found in panels:
+        print(f"{found['title']}, {found['passes']} passes: {found['data'].decode(errors='replace')}")
 
 
 if __name__ == "__main__":

@@ -10,27 +10,29 @@ from tools import unmasking
 
 
 @pytest.mark.parametrize("name", ["mamba_h", "attention"])
-def test_every_new_token_appears_once_and_at_the_step_that_revealed_it(tmp_path, monkeypatch, name):
+def test_every_new_byte_is_a_box_of_one_size_until_the_pass_that_revealed_it(tmp_path, monkeypatch, name):
     model = make_model(name, torch.float32, vocab_size=258)
     save_checkpoint(str(tmp_path / "ckpt.pt"), model, step=0, tokenizer="bytes", settings={})
-    for key, value in dict(checkpoint=str(tmp_path), prompt="def f(x, y):\n", length=27, tokens_per_step=2, columns=20,
-                           out=str(tmp_path / "a.svg"), device="cpu").items():
+    for key, value in dict(checkpoint=str(tmp_path), prompt="def f(x, y):\n", length=27, columns=20, device="cpu",
+                           decoders=["random:1", "strided:2"], out=str(tmp_path / "a.svg")).items():
         monkeypatch.setattr(unmasking, key, value)
+    found = []
+    monkeypatch.setattr(unmasking, "svg", lambda panels, svg=unmasking.svg: found.extend(panels) or svg(panels))
     unmasking.main()
-    found = unmasking.record()
-    assert len(found["tokens"]) == len(found["steps"]) == 27
-    counts = [found["steps"].count(step) for step in range(max(found["steps"]) + 1)]
-    assert all(1 <= count <= 2 for count in counts)
-    if not model.config.full_sequence:                  # 13 known bytes: 3 masks, then blocks of 8
-        assert counts == [2, 1] + 3 * [2, 2, 2, 2] and sorted(found["steps"][:3]) == [0, 0, 1]
+    one, two = found
+    assert one["shown"][:13] == two["shown"][:13] == 13 * [0] and len(one["data"]) == len(two["data"]) == 40
+    if not model.config.full_sequence:                  # 13 known bytes: 3 masks, a commit, then blocks of 8
+        assert sorted(one["shown"][13:]) == [1, 2, 3, *range(5, 13), *range(14, 22), *range(23, 31)]
+        assert sorted(two["shown"][13:]) == [1, 1, 2, *(n for n in range(4, 18) if n not in (8, 13) for _ in "ab")]
+        assert two["blocks"][:2] == [(8, 16, 0, 3), (16, 24, 3, 8)] and (one["passes"], two["passes"]) == (30, 17)
     picture = xml.dom.minidom.parse(str(tmp_path / "a.svg"))
-    texts = picture.getElementsByTagName("text")
-    drawn = "".join(t.firstChild.data for t in texts if t.getAttribute("class").startswith("t "))
-    visible = b"".join(found["tokens"]).decode(errors="replace").replace("\n", "").replace("\t", "")
-    assert drawn.replace(" ", "") == "".join(c if c.isprintable() else "\ufffd" for c in visible).replace(" ", "")
-    assert all(float(t.getAttribute("x")) + float(t.getAttribute("textLength")) < 12 + 21 * 7.8 for t in texts)
+    boxes = [box for box in picture.getElementsByTagName("rect") if box.getAttribute("class").startswith("box")]
+    assert [box.getAttribute("class") for box in boxes] == [f"box h{n}" for n in one["shown"][13:] + two["shown"][13:]]
+    assert len({(box.getAttribute("width"), box.getAttribute("height")) for box in boxes}) == 1
+    drawn = [t for t in picture.getElementsByTagName("text") if t.getAttribute("class").startswith("t ")]
+    assert "".join(t.firstChild.data for t in drawn[:11]) == "deff(x,y):\u21b5"
 
 
-def test_a_letter_of_several_bytes_appears_whole_with_its_last_byte():
-    tokens = [bytes([byte]) for byte in "aжё".encode()] + ["ж".encode()[:1]]
-    assert [*unmasking.characters(tokens, [3, 2, 0, 1, 4, 5])] == [("a", 3), ("ж", 2), ("ё", 4), ("\ufffd", 5)]
+def test_a_letter_of_several_bytes_is_one_letter_over_its_bytes():
+    data = "aжё".encode() + "ж".encode()[:1]
+    assert [*unmasking.letters(data)] == [(0, 1, "a"), (1, 3, "ж"), (3, 5, "ё"), (5, 6, "\ufffd")]
