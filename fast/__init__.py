@@ -39,9 +39,8 @@ def select(device, training=True):
         "uniform": step.uniform, "gumbel_argmax": step.gumbel_argmax, "unmask_and_advance": step.unmask_and_advance})
     if not training:
         return "kernels: Triton"
-    ops.FAST.update({"two_stream_masks": two_stream.two_stream_masks,
-                     "two_stream_attention": two_stream.two_stream_attention,
-                     "linear_cross_entropy": cross_entropy.linear_cross_entropy})
+    ops.FAST.update({"two_stream_masks": two_stream.two_stream_masks, "linear_cross_entropy":
+                     cross_entropy.linear_cross_entropy, "two_stream_attention": two_stream.two_stream_attention})
     if not two_stream.hopper(device):
         return "kernels: Triton; attention flex"
     why = two_stream.no_flash()

@@ -24,8 +24,7 @@ from fast.triton_tools import LOG2E, dot, strides
 
 
 @triton.jit
-def load_rows(ptr, stride: tl.constexpr, left, d: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-              mask: tl.constexpr):
+def load_rows(ptr, stride: tl.constexpr, left, d: tl.constexpr, D: tl.constexpr, R: tl.constexpr, mask: tl.constexpr):
     """Loads R rows of d values as an (R, D) tile. With `mask`, rows from `left` on are zero: past its length a
     cache may hold NaN, and p @ v would spread it even where p is 0. The tests are on constexprs, so
     with d = 64 full tiles are loaded without a mask."""
@@ -37,23 +36,18 @@ def load_rows(ptr, stride: tl.constexpr, left, d: tl.constexpr, D: tl.constexpr,
 
 
 @triton.jit
-def online_softmax(s, m, z, scale, left, N: tl.constexpr, mask: tl.constexpr):
-    """Updates the running row maximum m and row sum z of s * scale (base 2) by the scores s of one tile. The
-    scale is applied after the product: q stays exact, and a fused multiply-add does it at no cost."""
+def attend_tile(q, k, v, acc, m, z, scale, left, N: tl.constexpr, mask: tl.constexpr):
+    """One tile of flash attention: updates the running row maximum m and row sum z of scores * scale (base 2), and the
+    sum of values acc. The scale is applied after the product: q stays exact, and a fused multiply-add does it at no
+    cost."""
+    s = dot(q, k.T)
     if mask:
         s = tl.where(tl.arange(0, N)[None, :] < left, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * scale)
     p = tl.exp2(s * scale - m_new[:, None])
     alpha = tl.exp2(m - m_new)  # rescales earlier sums to the new maximum
-    return p, m_new, z * alpha + tl.sum(p, 1), alpha
-
-
-@triton.jit
-def attend_tile(q, k, v, acc, m, z, scale, left, N: tl.constexpr, mask: tl.constexpr):
-    """One tile of flash attention: scores, softmax, values."""
-    s = dot(q, k.T)
-    p, m, z, alpha = online_softmax(s, m, z, scale, left, N, mask)
-    return dot(p.to(v.dtype), v, acc * alpha[:, None]), m, z
+    z = z * alpha + tl.sum(p, 1)
+    return dot(p.to(v.dtype), v, acc * alpha[:, None]), m_new, z
 
 
 @triton.jit
@@ -67,10 +61,9 @@ def shares(n_ptr, b, cap, num_splits, l: tl.constexpr, N: tl.constexpr, least: t
 
 
 @triton.jit
-def attend_kernel(q_ptr, kc_ptr, vc_ptr, n_ptr, ko_ptr, vo_ptr, o_ptr, lse_ptr,
-                  qb, qh, cb, ch, kb, kh, vb, vh, cap, scale, num_splits, ql: tl.constexpr,
-                  cl: tl.constexpr, kl: tl.constexpr, vl: tl.constexpr, align: tl.constexpr,
-                  h: tl.constexpr, m: tl.constexpr, l: tl.constexpr, d: tl.constexpr, D: tl.constexpr,
+def attend_kernel(q_ptr, kc_ptr, vc_ptr, n_ptr, ko_ptr, vo_ptr, o_ptr, lse_ptr, qb, qh, cb, ch, kb, kh, vb, vh, cap,
+                  scale, num_splits, ql: tl.constexpr, cl: tl.constexpr, kl: tl.constexpr, vl: tl.constexpr, align:
+                  tl.constexpr, h: tl.constexpr, m: tl.constexpr, l: tl.constexpr, d: tl.constexpr, D: tl.constexpr,
                   caches: tl.constexpr, M: tl.constexpr, N: tl.constexpr, least: tl.constexpr, stages: tl.constexpr):
     # The query tile is the fastest grid axis: programs that read the same keys run together and share L2.
     i, bh, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -151,22 +144,12 @@ def combine_kernel(part_ptr, lse_ptr, o_ptr, n_ptr, cap, num_splits, h: tl.const
 FEW_KEYS = 1024
 
 
-def block_attention_splits(b, m, l, h, cap, device, M, N, warps, least):
-    """How many shares the keys are cut into: as many as programs run at once (8 warps per multiprocessor), but at
-    most 32, and not so many that a share has fewer than `least` tiles."""
-    cuda = device.type == "cuda"
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 132
-    slots = sms * (8 // warps) // (b * h * triton.cdiv(m, M))
-    return min(max(slots, 1), 32, triton.cdiv(triton.cdiv(cap, N) + triton.cdiv(l, N), least))
-
-
 def block_attention(q, k_cache, v_cache, lengths, k_own, v_own, num_splits=0):
     """softmax(q [k_cache[:n], k_own]^T / sqrt(d)) [v_cache[:n], v_own] with n = lengths[b]. q (b, m, h, d); k_own
     and v_own (b, l, h, d); k_cache and v_cache (c, h, cap, d), row i reads cache i mod c; lengths (b,) int64.
     The last dimension of each is contiguous. -> (b, m, h, d). No gradients."""
     (b, m, h, d), l, (c, _, cap, _) = q.shape, k_own.shape[1], k_cache.shape
-    assert k_cache.shape == v_cache.shape == (c, h, cap, d) and b % c == 0
-    assert k_cache.stride() == v_cache.stride()
+    assert k_cache.shape == v_cache.shape == (c, h, cap, d) and k_cache.stride() == v_cache.stride() and b % c == 0
     assert all(x.stride(-1) == 1 and x.dtype == q.dtype for x in (q, k_cache, v_cache, k_own, v_own))
     # The kernel computes offsets into caches in 64 bits, offsets inside one row's block in 32.
     assert max(m, l) * max(x.stride(1) for x in (q, k_own, v_own)) < 2 ** 31
@@ -177,12 +160,15 @@ def block_attention(q, k_cache, v_cache, lengths, k_own, v_own, num_splits=0):
         M, N, stages = 64, 32, 2
     M = min(M, max(16, triton.next_power_of_2(m)))
     warps = min(warps, M // 16)
-    # A commit runs two rows against each cache. Twice as many programs as run at once are two fuller waves.
-    num_splits = num_splits or block_attention_splits(b if cap <= 8192 else c, m, l, h, cap, q.device, M, N, warps, least)
+    # The keys are cut into as many shares as programs run at once (8 warps per multiprocessor), but at most 32, and not
+    # so many that a share has fewer than `least` tiles. A commit runs two rows against each cache: with a long one,
+    # twice as many programs as run at once are two fuller waves.
+    sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 132
+    slots = sms * (8 // warps) // ((b if cap <= 8192 else c) * h * triton.cdiv(m, M))
+    num_splits = num_splits or min(max(slots, 1), 32, triton.cdiv(triton.cdiv(cap, N) + triton.cdiv(l, N), least))
     align = math.gcd(16, *(s for x in (q, k_cache, k_own, v_own) for s in strides(x, 3)))
-    out = q.new_empty(q.shape)
+    out, lse = q.new_empty(q.shape), q.new_empty(num_splits, b, m, h, dtype=torch.float32)
     part = out if num_splits == 1 else q.new_empty(num_splits, b, m, h, d, dtype=torch.float32)
-    lse = q.new_empty(num_splits, b, m, h, dtype=torch.float32)
     attend_kernel[triton.cdiv(m, M), b * h, num_splits](
         q, k_cache, v_cache, lengths, k_own, v_own, part, lse, q.stride(0), q.stride(2), *strides(k_cache, 2),
         k_own.stride(0), k_own.stride(2), v_own.stride(0), v_own.stride(2), cap, d ** -0.5 * LOG2E.value,

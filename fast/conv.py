@@ -33,9 +33,7 @@ FEW = 2048  # up to this many positions do not fill a GPU; the shortest pieces a
 
 
 def check_row(u):
-    s, step = u.shape[1], u.stride(1)
-    assert s * step < 2 ** 31, (f"a row of {s} positions, {step} elements apart, is too long for the convolution "
-                                "kernels: offsets within a row have 32 bits")
+    assert u.shape[1] * u.stride(1) < 2 ** 31, "a row is too long for the convolution kernels: its offsets have 32 bits"
 
 
 @triton.jit
@@ -162,10 +160,9 @@ def causal_conv_forward(u: Tensor, weight: Tensor, bias: Tensor, initial: Option
     out, W, K = u.new_empty(u.shape), weight.shape[-1], 64
     check_row(u)
     steps, R, warps = FORWARD if r * s * ways > FEW else FORWARD_FEW
-    pieces = r * triton.cdiv(s, steps * W)
+    T, pieces = steps * W, r * triton.cdiv(s, steps * W)
     conv_kernel[triton.cdiv(c, K), triton.cdiv(pieces, R), ways](
-        u, weight, bias, initial, out, r, s, c, *strides(u, 3), *strides(initial, 2),
-        W=W, T=steps * W, R=R, K=K, num_warps=warps)
+        u, weight, bias, initial, out, r, s, c, *strides(u, 3), *strides(initial, 2), W, T, R, K, num_warps=warps)
     return out
 
 
@@ -173,10 +170,9 @@ def conv_backward_into(du, dout, u, weight, bias, initial):
     """Writes the gradient of u into du. Of both, and of dout, the last dimension is contiguous. -> dweight, dbias,
     dinitial"""
     (r, s, c), (dweight, dbias, dinitial) = u.shape, like(weight, bias, initial)
-    W, K = weight.shape[1], 64
+    (steps, R, warps), W, K = BACKWARD, weight.shape[1], 64
     for v in (u, dout, du):
         check_row(v)
-    steps, R, warps = BACKWARD
     programs = triton.cdiv(r * triton.cdiv(s, steps * W), R)
     dparams = u.new_empty(programs, W + 1, c, dtype=torch.float32)
     conv_backward_kernel[programs, triton.cdiv(c, K)](

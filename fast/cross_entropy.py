@@ -37,8 +37,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         vocab, ctx.head_dtype, dtype = len(head), head.dtype, ops.at_least_fp32(hidden.dtype)
         # Rows of zeros: if vocab is not a multiple of 8, the GPU would run slow, unaligned kernels.
         head = F.pad(head.to(hidden.dtype), (0, 0, 0, -vocab % 64))             # (vocab + padding, d)
-        loss = hidden.new_zeros((), dtype=dtype)
-        wanted = any(ctx.needs_input_grad[:2])
+        loss, wanted = hidden.new_zeros((), dtype=dtype), any(ctx.needs_input_grad[:2])
         d_hidden = torch.zeros_like(hidden) if wanted else None
         d_head = torch.zeros_like(head, dtype=dtype) if wanted else None
 

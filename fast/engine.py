@@ -57,10 +57,7 @@ class FastEngine:
         self.graphs = {}                                # whether the step also commits -> its CUDA graph
         if record:
             self.capture()
-
-    @property
-    def name(self):
-        return "graphs" if self.graphs else "fused"
+        self.name = "graphs" if self.graphs else "fused"
 
     @property
     def begin(self):

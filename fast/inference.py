@@ -91,14 +91,12 @@ class InferenceMamba:
     @torch.no_grad()
     def __init__(self, mixer, dtype):
         self.mixer, pair, fwd = mixer, (mixer.fwd, mixer.rev), mixer.fwd
-        if not mixer.reverse_scan:                      # one direction only: see `can_merge`
+        if not mixer.reverse_scan:                      # one direction only: see `step`
             return
-        self.chunk_len = fwd.chunk_len
-        self.heads, self.d_inner, self.d_state = fwd.heads, fwd.d_inner, fwd.d_state
-        self.inner = fwd.in_proj.out_features - fwd.heads       # width of z, x, B and C together
+        self.inner = inner = fwd.in_proj.out_features - fwd.heads      # width of z, x, B and C together
         # In this order: z, x, B, C of fwd; those of rev; dt of fwd; dt of rev; zeros up to a multiple of 64.
-        weights = [m.in_proj.weight[:self.inner] for m in pair] + [m.in_proj.weight[self.inner:] for m in pair]
-        weights.append(weights[0].new_zeros(-2 * (self.inner + fwd.heads) % 64, weights[0].size(1)))
+        weights = [m.in_proj.weight[:inner] for m in pair] + [m.in_proj.weight[inner:] for m in pair]
+        weights.append(weights[0].new_zeros(-2 * (inner + fwd.heads) % 64, weights[0].size(1)))
         self.w_in = torch.cat(weights).to(dtype)
         self.w_out = torch.cat([m.out_proj.weight * m.norm_weight for m in pair], 1).to(dtype)
         self.conv_weight = torch.stack([m.conv_weight for m in pair]).to(dtype)  # (2, c, w)
@@ -108,16 +106,11 @@ class InferenceMamba:
         self.A = torch.stack([-torch.exp(m.A_log.to(exact)) for m in pair])    # (2, h)
         self.D = torch.stack([m.D for m in pair]).to(exact)
 
-    def can_merge(self, u):
-        """Whether the merged mixer can run: it needs both directions, and a block that one kernel can scan and that is
-        not shorter than the state of the convolution."""
-        shortest = self.mixer.fwd.conv_weight.size(1) - 1
-        return self.mixer.reverse_scan and shortest <= u.size(1) <= block_ops.SCAN_ROW
-
     def step(self, u, state, lengths, rope, at, commit, last):
-        """As InferenceLayer.step. The cached states move to the end of the finished blocks."""
+        """As InferenceLayer.step. The cached states move to the end of the finished blocks. The merged mixer needs both
+        directions, and a block that one kernel can scan and that is not shorter than the convolution's state."""
         b = len(u) // 2 if commit else 0                # finished blocks
-        if self.can_merge(u):
+        if self.mixer.reverse_scan and state[0].size(1) <= u.size(1) <= block_ops.SCAN_ROW:
             y, power = (x[b if last else 0:] for x in self.scan(u, *state, commit))
             return linear_in_parts(pick(y, at).flatten(2), self.w_out, ways=2), pick(power, at)
         clean = [self.mixer.extend(u[:b], state, lengths, rope, u.size(1))] if commit else []
@@ -127,7 +120,8 @@ class InferenceMamba:
     def scan(self, u, conv, ssm, commit):
         """Everything before the output projection: y (b, l, 2, h, p) and power, as block_ops.scan_block returns them.
         commit: u holds finished and active blocks, and the cached states conv and ssm are updated."""
-        h, di, n, inner = self.heads, self.d_inner, self.d_state, self.inner
+        fwd, inner = self.mixer.fwd, self.inner
+        h, di, n = fwd.heads, fwd.d_inner, fwd.d_state
         proj = F.linear(u, self.w_in)                                          # (b, l, 2 inner + 2 h + padding)
         # z (b, l, 2, d_inner) and xBC (b, l, 2, c) with c = d_inner + 2 n
         z, xBC = proj[..., :2 * inner].unflatten(-1, (2, inner)).split([di, inner - di], -1)
@@ -140,7 +134,7 @@ class InferenceMamba:
         xBC = block_ops.causal_conv_both(xBC, self.conv_weight, self.conv_bias, columns)
         x, B, C = xBC.split([di, n, n], -1)                                    # (b, l, 2, .)
         x, z = x.unflatten(-1, (h, -1)), z.unflatten(-1, (h, -1))
-        return block_ops.scan_block(x, dt, self.dt_bias, self.A, B, C, self.D, ssm, z, self.chunk_len, commit)
+        return block_ops.scan_block(x, dt, self.dt_bias, self.A, B, C, self.D, ssm, z, fwd.chunk_len, commit)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -159,12 +153,6 @@ class InferenceLayer(Layer):
         self.norm1, self.norm2, self.mixer = layer.norm1, layer.norm2, layer.mixer
         attends = isinstance(layer.mixer, Attention)
         self.fused = InferenceAttention(layer.mixer) if attends else InferenceMamba(layer.mixer, dtype)
-
-    def read(self, residual, mod):
-        """Adds what is pending to h. Returns h (b, l, d) and the mixer's input."""
-        h, parts, bias = residual
-        h, u = block_ops.add_norm(h, parts, None, bias, self.norm1.weight, self.norm1.bias)
-        return h, modulate(u, mod.shift, mod.scale)
 
     def add(self, h, parts, power, mod):
         """Adds the mixer's (parts, power) to h and runs the MLP. The MLP's result is left pending."""
@@ -186,17 +174,17 @@ class InferenceLayer(Layer):
         result has only the active blocks and, with at (b, m), only these positions.
         """
         mod = self.modulation_of_both(cond) if commit else self.modulation(cond)
-        h, u = self.read(residual, mod)
+        h, parts, bias = residual
+        h, u = block_ops.add_norm(h, parts, None, bias, self.norm1.weight, self.norm1.bias)    # u (b or 2 b, l, d)
+        u = modulate(u, mod.shift, mod.scale)
         parts, power = self.fused.step(u, state, lengths, rope, at, commit, last)
         if commit and last:
             h, mod = h[len(h) // 2:], self.modulation(cond)
         return self.add(pick(h, at), parts, power, mod)
 
     def modulation_of_both(self, cond_noisy):
-        """Modulation of m clean rows followed by m noisy rows, for cond_noisy (m, 1, d)."""
+        """Modulation of m clean rows followed by m noisy rows, for cond_noisy (m, 1, d) or None (folded)."""
         mod = self.modulation(cond_noisy)
-        if cond_noisy is None:                          # folded into the weights
-            return mod
         identity = [0, 0, 1, 0, 0, 1]                   # of clean rows: shift 0, scale 0, gate 1, of mixer and MLP
         return Modulation(*(p if p is None else torch.cat([torch.full_like(p, v), p]) for p, v in zip(mod, identity)))
 

@@ -79,8 +79,7 @@ def gated_norm_backward_kernel(dout, y, z, weight, out, dy, dz, dweight, tokens,
 def gated_norm_forward(y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
     """y (b, s, d) contiguous, z (b, s, d) a column range of a contiguous tensor, weight (d,) -> (b, s, d). No
     gradients."""
-    assert z.stride(-1) == 1 and (len(z) == 1 or z.stride(0) == z.shape[1] * z.stride(1)), (
-        "z must be a column range of a contiguous tensor, such as proj[..., :d]")
+    assert z.stride(-1) == 1 and (len(z) == 1 or z.stride(0) == z.shape[1] * z.stride(1)), "z is not contiguous"
     out, d = torch.empty_like(y), y.shape[-1]
     gated_norm_kernel[y.numel() // d,](
         y, z, weight, out, z.stride(1), EPS, d=d, P=triton.next_power_of_2(d), num_warps=4)
@@ -190,8 +189,7 @@ def mixer_backward(
     # The convolution.
     dw, db, dconv = conv_backward_into(dxBC, dconvolved, xBC, conv_weight, conv_bias, conv)
     if dconvs is not None:
-        w1 = dconvs.shape[2]
-        dxBC.unflatten(1, (-1, states_every))[:, :, states_every - w1:] += dconvs[:, 1:]
+        dxBC.unflatten(1, (-1, states_every))[:, :, states_every - dconvs.shape[2]:] += dconvs[:, 1:]
         if conv is not None:
             dconv += dconvs[:, 0]
     return dproj, dw, db, ddt_bias, dA, dD, dnorm.to(norm_weight.dtype), dout_weight, dconv, dssm
@@ -234,6 +232,6 @@ def mamba2_forward(mixer, u, conv=None, ssm=None, states_every=None, want_states
     every = (states_every or s) if want_states else 0
     y, _, states, convs = mixer_forward(
         proj.contiguous(), mixer.conv_weight.contiguous(), mixer.conv_bias, mixer.dt_bias.float(),
-        -torch.exp(mixer.A_log.float()), mixer.D.float(), mixer.norm_weight,
-        mixer.out_proj.weight.to(proj.dtype), conv, statewise(ssm), row, every)
+        -torch.exp(mixer.A_log.float()), mixer.D.float(), mixer.norm_weight, mixer.out_proj.weight.to(proj.dtype), conv,
+        statewise(ssm), row, every)
     return (y, convs, states[:, ::every // row]) if want_states else (y, None, None)

@@ -1,9 +1,8 @@
 """
 Triton kernels of the state-space scan (eq. mamba-scan-background) over long sequences, forward and backward.
 
-  rows_forward     the scan over many rows, each on its own; rows_backward its gradients
   scan_forward     cuts sequences into rows, carries the states from row to row, and scans all rows at once;
-                   scan_backward its gradients
+                   scan_backward its gradients, rows_backward those of the rows, each on its own
   ssd_scan         replaces ops.ssd_scan
 
 fast/mixer.py uses the same kernels inside a whole Mamba mixer, fast/scan_block.py some of them for one block.
@@ -83,8 +82,7 @@ TUNE = {
 def settings(kernel, x, l=64):
     """The launch settings of a kernel for x (..., p) in rows of l tokens: TUNE, with exceptions for head dimensions,
     dtypes and GPUs. A tile is not longer than a row, but has at least the 16 positions that tensor cores want."""
-    how = TUNE[kernel]
-    how = how | dict(q=min(how["q"], max(16, triton.next_power_of_2(l))))
+    how = TUNE[kernel] | dict(q=min(TUNE[kernel]["q"], max(16, triton.next_power_of_2(l))))
     # On an H200 with Triton 3.6, y was wrong with q = 64 at head dimensions 16 and 32.
     if kernel in ("forward", "block", "blocks") and x.shape[-1] != 64:
         how = how | dict(q=min(how["q"], 32))
@@ -364,8 +362,7 @@ def decays_kernel(sums, tail, steps, A, ddt, dA, dD, dbias, l, h, sdr, sdl, sdh,
     xgb = tl.load(sums + 2 * size + at, mask=mask, other=0.0)
     ends = tl.load(tail + chunk * h + head, mask=head < h, other=0.0) + tl.sum(xgb, 1)
     cols = xgb + tl.load(sums + at, mask=mask, other=0.0)
-    rows = tl.load(sums + size + at, mask=mask, other=0.0)
-    rows += tl.load(sums + 4 * size + at, mask=mask, other=0.0)
+    rows = tl.load(sums + size + at, mask=mask, other=0.0) + tl.load(sums + 4 * size + at, mask=mask, other=0.0)
     dlog = tl.cumsum(rows - cols, 1, reverse=True) + ends[:, None]
     dtq = tl.load(steps + at, mask=mask, other=0.0)
     # Through dt_j x_j, dt_j gets the gradient cols_j / dt_j; through a_j, dlog_j A. Where softplus underflows to
@@ -415,8 +412,7 @@ class StepSizes:
         """The log decay over each whole row of the sequences x (b, s, h, p). -> (b, rows of a sequence, h). It uses the
         chunk length of walk_kernel, whose buffer is made anyway."""
         a = self.of(settings("walk", x, self.dt.shape[1])["q"])[1, :, :, -1]  # (r chunks, h): a_q of every chunk
-        a = a.unflatten(0, (len(self.dt), -1)).sum(1) / LOG2E.value  # (r, h), in natural units
-        return a.view(len(x), -1, x.shape[2])
+        return (a.unflatten(0, (len(self.dt), -1)).sum(1) / LOG2E.value).view(len(x), -1, x.shape[2])  # natural units
 
 
 def walk(x, steps, B, s0=None, states=None, final=None, q=None, adjoint=False):
@@ -427,19 +423,10 @@ def walk(x, steps, B, s0=None, states=None, final=None, q=None, adjoint=False):
                         *state_view(s0), n=B.shape[-1], p=p, ADJOINT=adjoint, **how)
 
 
-def rows_forward(x, steps, B, C, D, s0):
-    """Scans r rows: x (r, l, h, p); steps: StepSizes; B, C (r, l, n); D (h,); s0 in a form of `state_view`, None for
-    zeros. -> y (r, l, h, p) in the dtype of x"""
-    (r, l, h, p), how, y = x.shape, settings("forward", x, x.shape[1]), x.new_empty(x.shape)
-    forward_kernel[r * h,](x, steps.of(how["q"]), B, C, D, s0, y, l, h, *strides(x, 3), *strides(B, 2),
-                           *strides(C, 2), *state_view(s0), n=B.shape[-1], p=p, **how)
-    return y
-
-
 def rows_backward(dx, ddt, dB, dC, ds0, dy, x, steps, B, C, D, s0, dfinal=None):
-    """Writes into dx, ddt, dB and dC, and into ds0 unless that is None. Of dx, dB and dC the last axis must be
-    contiguous; ddt may have any strides. dfinal, the gradient of the last states, has a form of s0, see `state_view`.
-    steps has a bias. -> dA, dD, dbias"""
+    """Gradients of r rows: x (r, l, h, p); steps: StepSizes with a bias; B, C (r, l, n); D (h,); s0 and dfinal, the
+    gradient of the last states, in a form of `state_view`. Writes into dx, ddt, dB and dC, and into ds0 unless that is
+    None. Of dx, dB and dC the last axis must be contiguous; ddt may have any strides. -> dA, dD, dbias"""
     (r, l, h, p), n, q = x.shape, B.shape[-1], settings("after", x, x.shape[1])["q"]
     chunks = triton.cdiv(l, q)
     S = x.new_empty(r, chunks, h, n, p)  # the state before each chunk, in the dtype of x
@@ -448,9 +435,8 @@ def rows_backward(dx, ddt, dB, dC, ds0, dy, x, steps, B, C, D, s0, dfinal=None):
     walk(dy, steps, C, dfinal, G, ds0, q, adjoint=True)
     dA, dD, dbias, tail = D.new_empty(4, r * chunks, h)
     sums, kvs = D.new_empty(5, r * chunks, h, q), x.new_empty(r * chunks, q, q)
-    after_kernel[r * chunks,](
-        x, steps.of(q), B, C, D, dy, G, dx, sums, kvs, dB, l, h, *strides(x, 3), *strides(B, 2), *strides(C, 2),
-        *strides(dy, 3), *strides(dx, 3), *strides(dB, 2), n=n, p=p, **settings("after", x, l))
+    after_kernel[r * chunks,](x, steps.of(q), B, C, D, dy, G, dx, sums, kvs, dB, l, h, *strides(x, 3), *strides(B, 2),
+        *strides(C, 2), *strides(dy, 3), *strides(dx, 3), *strides(dB, 2), n=n, p=p, **settings("after", x, l))
     before_kernel[r * chunks,](steps.of(q), B, C, dy, S, G, sums[4], tail, kvs, dC, l, h, *strides(B, 2),
                                *strides(C, 2), *strides(dy, 3), *strides(dC, 2), n=n, p=p, **settings("before", x, l))
     decays_kernel[r * chunks,](
@@ -515,13 +501,15 @@ def scan_forward(x, steps, B, C, D, s0, row, want_states):
     """steps: the StepSizes of all rows. s0: None for zeros. -> y (b, s, h, p), and the states before every row and at the
     end (b, s / row + 1, h, p, n); an empty tensor if they are not wanted and there is one row"""
     ((b, s, h, p), n), (xs, Bs, Cs) = (x.shape, B.shape[-1]), in_rows(row, x, B, C)
-    states, start = x.new_empty(0, dtype=torch.float32), s0
+    states, start, y, how = x.new_empty(0, dtype=torch.float32), s0, x.new_empty(x.shape), settings("forward", xs, row)
     if want_states or row < s:
         local = x.new_empty(b, s // row, h, p, n, dtype=torch.float32)
         walk(xs, steps, Bs, final=local)
         states = pass_states(local, steps.log_decays(x), s0)
         start = states[:, :-1]
-    return rows_forward(xs, steps, Bs, Cs, D, start).view(x.shape), states
+    forward_kernel[len(xs) * h,](xs, steps.of(how["q"]), Bs, Cs, D, start, y, row, h, *strides(xs, 3), *strides(Bs, 2),
+                                 *strides(Cs, 2), *state_view(start), n=n, p=p, **how)
+    return y, states
 
 
 def scan_backward(dx, ddt, dB, dC, dy, dstates, x, steps, B, C, D, s0, states, row):

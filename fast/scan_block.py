@@ -94,7 +94,7 @@ def scan_block(x, dt, dt_bias, A, B, C, D, ssm, z, chunk_len=128, commit=False):
     y, power = x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
     tiles = triton.cdiv(l, how["q"])
     T = max(triton.next_power_of_2(tiles), 2)           # Triton 3.6 cannot compile T = 1
-    block_kernel[(r * ways * h, tiles)](
+    block_kernel[r * ways * h, tiles](
         x, dt, dt_bias, A, B, C, D, s0, z, y, power, l, h, *strides(x, 4), *strides(dt, 4), *strides(z, 4),
-        *s0.stride()[:2], finished, n=B.shape[-1], p=p, T=T, **how)
+        *strides(s0, 2), finished, n=B.shape[-1], p=p, T=T, **how)
     return y, power

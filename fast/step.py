@@ -61,15 +61,12 @@ def add_norm_kernel(h, parts, power, bias, weight, shift, out, normed, tokens, e
 def add_norm(h, parts, power, bias, weight, shift):
     """As block_ops.add_norm, for contiguous tensors."""
     P, heads = 0 if parts is None else len(parts), 1 if power is None else power.shape[-1]
-    tensors = (h, parts, power, bias, weight, shift)
-    assert all(u is None or u.is_contiguous() for u in tensors), "tensors must be contiguous"
-    assert (not P or parts.shape[1:] == h.shape) and (power is None or power.shape[-2] == 2 and P % 2 == 0), (
-        "each part must have the shape of h, and with power there must be as many parts for each direction")
+    assert all(u is None or u.is_contiguous() for u in (h, parts, power, bias, weight, shift))
+    assert (not P or parts.shape[1:] == h.shape) and (power is None or power.shape[-2] == 2 and P % 2 == 0)
     out, normed, d = torch.empty_like(h), torch.empty_like(h), h.shape[-1]
     tokens = h.numel() // d
-    add_norm_kernel[tokens,](
-        h, parts, power, bias, weight, shift, out, normed, tokens, EPS, d=d, P=P, heads=heads,
-        D=triton.next_power_of_2(d), H=triton.next_power_of_2(heads), num_warps=8 if tokens <= FEW else 4)
+    add_norm_kernel[tokens,](h, parts, power, bias, weight, shift, out, normed, tokens, EPS, d, P, heads,
+        triton.next_power_of_2(d), triton.next_power_of_2(heads), num_warps=8 if tokens <= FEW else 4)
     return out, normed
 
 
@@ -105,9 +102,8 @@ def rotate_kernel(qkv, table, lengths, out, k_cache, v_cache, sines, sr, sl, scb
 def rotate_block(qkv, table, lengths, k_cache=None, v_cache=None):
     """As block_ops.rotate_block."""
     r, l, _, h, e = qkv.shape
-    assert qkv.stride()[2:] == (h * e, e, 1), "heads must be adjacent"
-    assert all(u is None or u.stride()[-2:] == (u.shape[-1], 1) for u in (table, k_cache, v_cache)), (
-        "the last two dimensions must be contiguous")
+    assert qkv.stride()[2:] == (h * e, e, 1)            # heads side by side
+    assert all(u is None or u.stride()[-2:] == (u.shape[-1], 1) for u in (table, k_cache, v_cache))
     out = qkv.new_empty(r, l, 2, h, e)
     rotate_kernel[l, r](
         qkv, table, lengths, out, k_cache, v_cache, table.stride(0), *strides(qkv, 2), *strides(k_cache, 2),
