@@ -80,7 +80,7 @@ def load_model(path, device="cpu", needed=()):
     with torch.device("meta"):
         model = BlockDiffusionLM(dataclasses.replace(config, n_layer=min(config.n_layer, len(shapes))))
     if {k: x.shape for k, x in model.state_dict().items()} != shapes:
-        raise UserError(f"{path} is damaged: its weights are not those of a model of its configuration")
+        raise UserError(f"{path} is damaged, or of a fork: its weights are not those of a model of its configuration")
     model.to_empty(device=device).load_state_dict(record["model"])
     return model.eval(), record
 

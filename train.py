@@ -283,6 +283,8 @@ def load_weights(path, record, model):
     free = "seq_len", "block_len", "detach_prefix"                             # no weight depends on these
     if other := [f"{k}={v}" for k, v in theirs.items() if v != ours[k] and k not in free]:
         raise UserError(f"{path} was trained with {', '.join(other)}; add its config file or these settings")
+    if record["model"].keys() != model.state_dict().keys():
+        raise UserError(f"{path} holds other weights than this model: use the revision or the fork that made it")
     model.load_state_dict(record["model"])
 
 

@@ -120,11 +120,12 @@ def not_utf8(error, line, path, name):
     """(what is wrong, what to do) for a record which begins in this line of a file, and is not UTF-8."""
     raw, at = error.object, error.start
     # UTF-16 has a byte order mark or zero bytes. Other letters than ASCII before the byte: it is UTF-8, but damaged.
-    encoding = "utf-16" if b"\0" in raw or raw[0] >= 0xfe else "cp1252" if raw[:at].isascii() else "utf-8 -c"
+    wide = b"\0" in raw or raw[:2] in (b"\xff\xfe", b"\xfe\xff")
+    encoding = ("utf-16be" if raw[0] == 0 else "utf-16") if wide else "cp1252" if raw[:at].isascii() else "utf-8 -c"
     bare, ending = re.fullmatch(r"(.*?)(\.gz|\.zst|)", path.name, re.IGNORECASE).groups()
     unpack = {"": "cat", ".gz": "gzip -dc", ".zst": "zstd -dc"}[ending.lower()]
     return (f"{name} is not UTF-8 (line {line + raw.count(bytes([10]), 0, at)}, byte 0x{raw[at]:02x})",
-            "convert it, with its encoding after -f, and name the new file: "
+            "convert it, with its encoding after -f (such as cp1251, gb18030, shift_jis), and name the new file: "
             f"{unpack} {shlex.quote(str(path))} | iconv -f {encoding} -t utf-8 > {shlex.quote('utf8-' + bare)}")
 
 
@@ -259,7 +260,7 @@ class Preparation:
         """Counts a bad document, or the bad rest of a file. Raises UserError without --skip_bad. what: where and what
         is wrong."""
         if not self.settings.skip_bad:
-            alone = is_text(source.name) and sum(s.split == source.split for s in self.sources) == 1
+            alone = ".jsonl" not in source.name.lower() and sum(s.split == source.split for s in self.sources) == 1
             raise UserError(f"{what}; {'' if alone else f'add --skip_bad and {AGAIN} without it, or '}{cure}")
         print(f"skipped {what}", file=sys.stderr)
         self.counts["skipped"] += 1

@@ -33,11 +33,15 @@ def test_a_damaged_folder_is_refused(tmp_path, case):
         data.TokenData(folder, "train", "bytes").sequences(16)
 
 
-def test_gpt2_without_its_files_is_one_sentence(monkeypatch):
+def test_gpt2_without_its_files_and_a_tokenizer_without_all_bytes_are_one_sentence(monkeypatch):
     def unreachable(name):
         raise ConnectionError("no route to host")
     monkeypatch.setattr(data.tiktoken, "get_encoding", unreachable)
     with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR .*--tokenizer bytes"):
+        data.get_tokenizer.__wrapped__("gpt2")
+    dna = data.tiktoken.Encoding("dna", pat_str=".", mergeable_ranks={b"A": 0}, special_tokens={})
+    monkeypatch.setattr(data.tiktoken, "get_encoding", lambda name: dna)
+    with pytest.raises(UserError, match="no token for the byte b'.x00'"):
         data.get_tokenizer.__wrapped__("gpt2")
 
 
@@ -73,10 +77,11 @@ def test_bad_input_is_named_by_file_and_line_and_can_be_skipped(tmp_path, case):
 
 @pytest.mark.skipif(not shutil.which("iconv"), reason="needs the program iconv")
 @pytest.mark.parametrize("name", ["it's 1.txt", "a b.txt.gz"])
-@pytest.mark.parametrize("encoding, byte", [("cp1252", "line 2, byte 0x93"), ("utf-16", "0xff"), ("utf-16-le", "0x00")])
+@pytest.mark.parametrize("encoding, byte", [("cp1252", "line 2, byte 0x93"), ("utf-16", "0xff"), ("utf-16-le", "0x00"),
+                                            ("utf-16-be", "0x00")])
 def test_another_encoding_is_told_with_the_command_that_converts_it(tmp_path, monkeypatch, name, encoding, byte):
     monkeypatch.chdir(tmp_path)
-    text = "a book\n" + "\u201ccaf\xe9\u201d\n" * (encoding != "utf-16-le")
+    text = "a book\n" + "\u201ccaf\xe9\u201d\n" * (encoding in ("cp1252", "utf-16"))
     Path(name).write_bytes((gzip.compress if name.endswith("gz") else bytes)(text.encode(encoding)))
     error = script("data.py", "text", name, "--tokenizer=bytes", "--out=out")[2]
     assert f"{name} is not UTF-8 (line" in error and byte in error and "--skip_bad" not in error
