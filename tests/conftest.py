@@ -60,7 +60,7 @@ def need_fast():
         pytest.skip(NO_FAST, allow_module_level=True)
 
 
-def make_model(name, dtype=torch.float64, seed=0, **changes):
+def make_model(name, dtype=torch.float64, seed=0, noise=0.2, **changes):
     """A random model with every parameter perturbed, so that no zero initialisation hides a path."""
     attn_every, block_len = ARCHITECTURES[name]
     settings = dict(vocab_size=23, seq_len=32, block_len=block_len, attn_every=attn_every, n_layer=4,
@@ -69,7 +69,7 @@ def make_model(name, dtype=torch.float64, seed=0, **changes):
     model = BlockDiffusionLM(ModelConfig(**{**settings, **changes})).to(dtype)
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(0.2 * torch.randn_like(p))
+            p.add_(noise * torch.randn_like(p))
     return model
 
 
@@ -210,10 +210,6 @@ def state_of(folder):
     """What a run comes to: its step, weights and moments."""
     record = load_checkpoint(os.path.join(folder, "ckpt.pt"))
     return {key: record[key] for key in ("step", "model", "optimizer")}
-
-
-def read_log(out_dir):
-    return [json.loads(line) for line in Path(out_dir, "log.jsonl").read_text().splitlines()]
 
 
 def script(name, *argv):

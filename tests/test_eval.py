@@ -16,7 +16,6 @@ from eval import nelbo_figures, ratio
 from model import ModelConfig
 from nelbo import NATS, nelbo_sums, noise_generators, sequence_nelbo
 from questions import score_pairs
-from sample import generate
 
 
 def one_rank(rank=0, world=1):
@@ -231,17 +230,6 @@ def test_an_answer_is_greedy_if_and_only_if_decoding_gives_it(name, time_conditi
                for context, answer in pairs for i in range(len(answer))]
     greedy = score_pairs(model, pairs + changed, 4096, one_rank())[1]
     assert greedy.tolist() == [1.0] * len(pairs) + [0.0] * len(changed)
-
-
-@all_models
-def test_what_sample_py_decodes_at_temperature_0_is_greedy(name):
-    """Where the answer ends with a block. Elsewhere sample.py also decodes what follows it in its block."""
-    model = make_model(name)
-    for n, m in ((3, 5), (3, 13), (8, 8)) if name in BLOCK_MODELS else ((3, 4), (8, 6)):
-        context = torch.arange(n)
-        sampler = Sampler([0], "confidence", 1, temperature=0, mask_id=model.config.mask_id)
-        answer = generate(model, [context], m, sampler).tokens[0][n:]
-        assert score_pairs(model, [(context.tolist(), answer.tolist())], 4096, one_rank())[1] == 1
 
 
 # ----------------------------------------------------------------------------------------------

@@ -12,15 +12,13 @@ def attend(q, keys, values):
 
 def scan_inputs(s):
     b, h, p, n = 2, 3, 4, 5
-    raw = dict(x=torch.randn(b, s, h, p), dt=torch.rand(b, s, h) + 0.01, A=-4 * torch.rand(h),
-               B=torch.randn(b, s, n), C=torch.randn(b, s, n), D=torch.randn(h),
-               initial_state=torch.randn(b, h, p, n))
+    raw = dict(x=torch.randn(b, s, h, p), dt=torch.rand(b, s, h) + 0.01, A=-4 * torch.rand(h), B=torch.randn(b, s, n),
+               C=torch.randn(b, s, n), D=torch.randn(h), initial_state=torch.randn(b, h, p, n))
     return {k: v.double() for k, v in raw.items()}
 
 
-@pytest.mark.parametrize("s, states_every, chunk_len",
-                         [(48, 16, 8), (48, 16, 16), (48, 16, 128), (45, 9, 6), (33, 11, 4), (37, None, 8), (5, 1, 4),
-                          (1, 1, 1)])
+@pytest.mark.parametrize("s, states_every, chunk_len", [
+    (48, 16, 8), (48, 16, 16), (48, 16, 128), (45, 9, 6), (33, 11, 4), (37, None, 8), (5, 1, 4), (1, 1, 1)])
 def test_chunked_scan_equals_the_loop_with_all_gradients(s, states_every, chunk_len):
     inputs, results = {k: v.requires_grad_() for k, v in scan_inputs(s).items()}, []
     for scan, extra in ((ops.ssd_scan_ref, {}), (ops.ssd_scan, dict(chunk_len=chunk_len))):
@@ -80,7 +78,7 @@ def test_draws_of_all_streams_positions_steps_blocks_and_seeds_are_independent_a
     n = 400
     zero, count, first = torch.zeros(n, dtype=torch.long), torch.arange(n), torch.zeros(1, dtype=torch.long)
     u = torch.stack([
-        ops.uniform(n, -1, first, first, first)[0], ops.uniform(n, -2, first, first, first)[0],
+        *(ops.uniform(n, stream, first, first, first)[0] for stream in (-1, -2)),
         ops.uniform(1, -1, count, zero, zero)[:, 0], ops.uniform(1, -1, zero, count, zero)[:, 0],
         ops.uniform(1, -1, zero, zero, count)[:, 0], ops.uniform(1, -1, count << 32, zero, zero)[:, 0]])
     assert (u > 0).all() and (u < 1).all() and len(u[:, 1:].unique()) == 6 * (n - 1)

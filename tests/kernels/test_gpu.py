@@ -7,35 +7,28 @@ import copy
 import pytest
 import torch
 
-from conftest import ARCHITECTURES, both_times, need_fast, relative_error as relative
+from conftest import ARCHITECTURES, both_times, make_model, need_fast, relative_error as relative
 
 need_fast()
 
 import decoders  # noqa: E402
 import fast.two_stream as two_stream  # noqa: E402
 import ops  # noqa: E402
-from checkpoint import fingerprint, load_prompt, save_prompt  # noqa: E402
 from decoders import AS_SURE, DECODERS, Sampler  # noqa: E402
 from fast.engine import say_once  # noqa: E402
 from fast.inference import inference_model  # noqa: E402
-from model import BlockDiffusionLM, ModelConfig, cast_for_inference  # noqa: E402
+from model import cast_for_inference  # noqa: E402
 from parallel import ShardedAdamW, compile_layers, select_kernels  # noqa: E402
-from sample import generate, open_engine, read  # noqa: E402
+from sample import generate, open_engine  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
 def gpu_model(name, **changes):
     """Small, but with the tile sizes of the real models: blocks of 256, state 128, head dimension 64."""
-    attn_every, block_len = ARCHITECTURES[name]
-    torch.manual_seed(0)
-    settings = dict(vocab_size=1000, seq_len=1024, block_len=1024 if block_len == 32 else 256, attn_every=attn_every,
-                    n_layer=4, n_head=4, d_model=256, d_state=128)
-    model = BlockDiffusionLM(ModelConfig(**{**settings, **changes}))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.02 * torch.randn_like(p))
-    return model
+    settings = dict(vocab_size=1000, seq_len=1024, block_len=1024 if ARCHITECTURES[name][1] == 32 else 256, n_head=4,
+                    d_model=256, d_state=128, mamba_head_dim=64, chunk_len=128)
+    return make_model(name, torch.float32, noise=0.02, **{**settings, **changes})
 
 
 @pytest.fixture(autouse=True)
@@ -209,7 +202,7 @@ def test_cuda_graphs_give_the_tokens_of_the_plain_loop_in_every_decoder(monkeypa
     """Prompts of different lengths, rows that end at different steps, an end-of-text, a watcher. `confidence` has the
     logits of 20 positions at a time."""
     select_kernels("auto", "cuda")
-    monkeypatch.setattr(decoders, "MAX_LOGITS", 64_000 if decoder in AS_SURE else 20_000)      # reveal at most 64 or 20
+    monkeypatch.setattr(decoders, "MAX_LOGITS", 64_000 if decoder in AS_SURE else 20_000)   # of 64 or 20 positions
     model = gpu_model(name, block_len=64).cuda()
     lengths = (5, 70, 128, 200)
     say_once.cache_clear()
@@ -265,18 +258,6 @@ def test_a_step_that_cannot_be_recorded_runs_without_a_graph(capsys, monkeypatch
     out = continue_prompts(model, (5, 70), "auto")      # float() waits for the device
     assert all(torch.equal(a, b) for a, b in zip(out.tokens, plain.tokens))
     assert "no CUDA graphs: one could not be recorded" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_on_the_gpu(dtype, tmp_path):
-    select_kernels("auto", "cuda")
-    model, path = gpu_model("mamba_h", block_len=64).cuda(), str(tmp_path / "cache")
-    mark, engine = fingerprint(model, dtype), open_engine("graphs", model, dtype)
-    want = continue_prompts(model, (200,), engine)
-    tokens = want.tokens[0][:200]                       # three whole blocks of 64, and 8 tokens
-    save_prompt(path, tokens, read(engine[0], [tokens[:192]], engine[0].new_cache(1, 192)), mark)
-    tokens, cache = load_prompt(path, model.config, mark)
-    assert torch.equal(continue_prompts(model, (len(tokens),), engine, cache=cache).tokens[0], want.tokens[0])
 
 
 @pytest.mark.parametrize("name", ["bdlm_attention", "mamba_h"])
