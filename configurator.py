@@ -18,6 +18,7 @@ assigns must be a setting of the script, except constants (in capitals) and name
 import ast
 import contextlib
 import difflib
+import errno
 import os
 import re
 import runpy
@@ -174,7 +175,8 @@ def script(name):
         print(f"{name}: stopped", file=sys.stderr)
         sys.exit(130)
     except (UserError, ImportError, OSError, UnicodeError) as error:       # UnicodeError: text that should be UTF-8
-        sys.exit(f"{name}: {error}" + "; requirements.txt says what to install" * isinstance(error, ImportError))
+        sys.exit(f"{name}: {error}" + "; requirements.txt says what to install" * isinstance(error, ImportError)
+                 + "; make room, and run it again" * (getattr(error, "errno", 0) == errno.ENOSPC))
     except (MemoryError, RuntimeError) as error:
         if not re.search("MemoryError|out of memory|allocate memory", repr(error)):
             raise

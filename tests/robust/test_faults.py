@@ -128,7 +128,7 @@ def test_a_full_disk_ends_a_run_in_a_sentence_and_keeps_its_checkpoint(trained, 
     (out / "log.jsonl").unlink()
     (out / "log.jsonl").symlink_to("/dev/full")
     status, _, error = script("train.py", "--resume", f"--out_dir={out}", "--max_iters=9")
-    assert status == 1 and "No space left on device" in error.splitlines()[-1] and "Traceback" not in error
+    assert status == 1 and "No space left on device; make room" in error.splitlines()[-1] and "Traceback" not in error
     torch.testing.assert_close(state_of(out), state_of(trained), rtol=0, atol=0)
 
 
