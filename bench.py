@@ -192,7 +192,7 @@ def time_generation(config, dev, b, length):
     n_blocks = -(-length // l)
     # The last block is never committed. But blocks_seconds times a block after one other, also if there is only one.
     cache = model.new_cache(b, 0 if config.full_sequence else max(n_blocks - 1, 1) * l, l)
-    sampler = Sampler(list(range(b)), tokens_per_step=tokens_per_step, mask_id=config.mask_id)
+    sampler = Sampler(list(range(b)), "random", tokens_per_step, mask_id=config.mask_id)
     engine = new_engine(model, cache, sampler, l)
     row = dict(engine=engine.name, cache_bytes=cache.nbytes, capture_s=now(dev) - started)
     if config.full_sequence:                            # all steps run over the same window

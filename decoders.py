@@ -13,8 +13,11 @@ positions, or a number that depends on the logits; then a token is drawn at each
   first_hitting  random with p = 1, and t follows the exact distribution of unmasking times. In a block that begins
                  with known tokens, t starts at the masked fraction.
 
-Choices are the model's own: temperature, top_k and top_p shape the draws alone. A choice by the probability of the
-drawn token would reject unlikely draws, so samples would be sharper than the model and repeat themselves.
+Where to reveal is decided by the unmodified probabilities; temperature, top_k and top_p change only what is drawn. A
+choice by the probability of the drawn token would reject unlikely draws, so samples would be sharper than the model and
+repeat themselves.
+
+In shapes, b is the rows of a batch, l the tokens of a block, m those of a step, v the vocabulary with the mask.
 
     python -m pytest tests/test_decoders.py
 """
@@ -76,7 +79,7 @@ class Sampler:
     call, and the same tokens unless rounding of the logits changes a draw.
     """
     seeds: list
-    decoder: str = "random"
+    decoder: str
     tokens_per_step: int = 1
     threshold: float = 0.9
     entropy_bound: float = 0.5
@@ -111,6 +114,7 @@ def sampler_of(decoder, **settings):
     settings: the other fields. Raises UserError."""
     name, _, number = decoder.partition(":")
     try:
+        # threshold and entropy_bound are also the names of their fields.
         how = {name: float(number)} if name in AS_SURE else dict(tokens_per_step=int(number or 1))
         return Sampler(decoder=name, **how, **settings)
     except ValueError as error:                         # of int and float, or a UserError
@@ -118,7 +122,7 @@ def sampler_of(decoder, **settings):
 
 
 def cut(logits, top_k, top_p):
-    """Sets logits (..., v) to -inf outside the top_k tokens, and outside the fewest tokens that reach mass top_p."""
+    """Sets logits (..., v - 1) to -inf outside the top_k tokens, and outside the fewest ones that reach mass top_p."""
     if top_k:
         kth = logits.topk(min(top_k, logits.size(-1)), -1).values[..., -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))
@@ -140,11 +144,11 @@ def strided_rank(is_masked, p):
     as equal as can be, and step j reveals the j-th of each part. So n masked tokens take ceil(n / p) steps, whatever is
     known around them. For example, p = 2 and a prompt of 3 tokens in a block of 8 give the steps 3 6, 4 7, 5.
     """
-    n = is_masked.sum(1, keepdim=True).clamp(min=1)                            # (b, 1)
-    i = is_masked.cumsum(1) - 1                                                # (b, l): the masked ones are 0..n-1
-    part = i * p // n                                                          # (b, l)
-    step = i - (part * n + p - 1) // p                                         # part j begins at ceil(j n / p)
-    return (step * p + part).double()
+    n = is_masked.sum(1, keepdim=True).clamp(min=1)     # (b, 1); the rest (b, l)             In the example n = 5, and
+    i = is_masked.cumsum(1) - 1                         # the masked ones are 0..n-1          i      0 1 2 3 4
+    part = i * p // n                                   #                                     part   0 0 0 1 1
+    step = i - (part * n + p - 1) // p                  # part j begins at ceil(j n / p)      step   0 1 2 0 1
+    return (step * p + part).double()                   #                                     rank   0 2 4 1 3
 
 
 class ActiveBlock:
@@ -233,8 +237,8 @@ class ActiveBlock:
     def positions(self, model, hidden):
         """
         The positions (b, m) that this step reveals, given hidden states (b, l, d) of the block; those among them that
-        are known stay as they are. A row that reveals fewer than m repeats one. Nothing is drawn, and m does not depend
-        on the hidden states.
+        are known stay as they are. m is fixed, for CUDA graphs: in a row that reveals fewer, spare entries repeat the
+        surest position. Nothing is drawn.
         """
         if (positions := self.next_in_order()) is not None:
             return positions

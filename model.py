@@ -278,7 +278,8 @@ class Mamba2(nn.Module):
 
     @ops.replaceable                                    # fast/ may run another function instead, see ops.FAST
     def project(self, u):
-        """u (r, s, d) -> z, xBC and dt side by side, (r, s, 2 d_inner + 2 n + h)."""
+        """u (r, s, d) -> z, xBC and dt side by side, (r, s, 2 d_inner + 2 n + h). A method of its own only so that
+        fast/ can pad the weight to a multiple of 64 rows."""
         return self.in_proj(u)
 
     @ops.replaceable
@@ -331,12 +332,12 @@ class BiMamba(nn.Module):
     def scan_both(self, u, conv=None, ssm=None):
         """Eq. partial-reverse. Noisy blocks u (r, l, d) -> (r, l, d): a forward scan from their boundary states (None:
         zeros), plus a reverse scan from zeros. The reverse scan never leaves its block, so no cached state needs it."""
-        y_fwd = self.fwd(u, conv, ssm, want_states=False)[0]                   # Eq. 11: i sees the prefix and 0..i
+        y_fwd = self.fwd(u, conv, ssm, want_states=False)[0]                   # forward: i sees the prefix and 0..i
         if not self.reverse_scan:
             return y_fwd
         # Its convolution, too, starts from zeros at the end of the block.
-        y_rev = self.rev(u.flip(1), want_states=False)[0].flip(1)              # Eq. 12: i sees i..l-1 of its block
-        return y_fwd + y_rev                                                   # Eq. 13, (r, l, d)
+        y_rev = self.rev(u.flip(1), want_states=False)[0].flip(1)              # reverse: i sees i..l-1 of its block
+        return y_fwd + y_rev                                                   # their sum, (r, l, d)
 
     def two_stream(self, clean, noisy, rope_all, masks, last):
         """clean (b, s - l, d), noisy (b * n_blocks, l, d) -> the same shapes. The last layer returns its clean output
@@ -457,7 +458,7 @@ class BlockDiffusionLM(nn.Module):
         super().__init__()
         self.config = config
         d = config.d_model
-        # torch.randn, which is nn.Embedding's own draw, takes no time on the device "meta".
+        # The draw of nn.Embedding(vocab_size, d). But on the device "meta" that would import torch._dynamo: seconds.
         self.embed = nn.Embedding.from_pretrained(torch.randn(config.vocab_size, d), freeze=False)
         self.time = TimestepEmbedding(d)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.n_layer))
@@ -574,9 +575,9 @@ class BlockDiffusionLM(nn.Module):
         """
         Noise levels t (b, n_blocks), uniform on t_range, and is_masked (b, s): a token is masked with probability t of
         its block. generator: None, one of a CPU, or a list with one for each sequence; then a sequence's noise is the
-        same in every batch. stratum (i, parts): t comes from the i-th of so many equal parts of t_range; i is an int or
-        (b, n_blocks). (0, 1) is the whole range. nelbo.strata and eval.py's --stratified pass parts of it, one for each
-        block or sample: then the mean over these varies less.
+        same in every batch. stratum (i, parts): t comes from part i of so many equal parts of t_range, counted from 0;
+        i is an int or (b, n_blocks). (0, 1) is the whole range, (2, 4) its third quarter. nelbo.strata and eval.py's
+        --stratified pass parts of it, one for each block or sample: then the mean over these varies less.
         """
         (b, s), (i, parts), (least, most) = x0.shape, stratum, t_range         # least > 0: the weight is 1 / t
         n_blocks, l = self.config.split_blocks(s)
@@ -584,8 +585,8 @@ class BlockDiffusionLM(nn.Module):
         uniform = torch.stack([torch.rand(n_blocks + s, generator=g) for g in generators]).to(x0.device)
         level, token = uniform.split([n_blocks, s], 1)                         # each in [0, 1)
         t = least + (most - least) * (i + level) / parts                       # (b, n_blocks)
-        if l == 1:                                      # the bound does not depend on t: mask every token. The model
-            t = torch.ones_like(t)                      # is then autoregressive, and the bound its exact likelihood.
+        if l == 1:                                      # the bound does not depend on t: mask every token. Each
+            t = torch.ones_like(t)                      # is predicted from its clean prefix, as in GPT: -log p, exactly
         return t, token < t.repeat_interleave(l, 1)                            # (b, s)
 
     def forward(self, x0, generator=None, **noise):
@@ -628,7 +629,8 @@ class BlockDiffusionLM(nn.Module):
             else:
                 layers.append((weight.new_zeros(conv), weight.new_zeros(ssm, dtype=ops.at_least_fp32(weight.dtype))))
         # Positions of the active block, too, as far as the capacity allows. `rope` refuses a max_len beyond that.
-        positions = max(max_len, min(max_len + (block_len or config.block_len), config.rope_capacity))
+        with_active = max_len + (block_len or config.block_len)
+        positions = max(max_len, min(with_active, config.rope_capacity))
         lengths = torch.zeros(batch, dtype=torch.long, device=weight.device)
         return Cache(layers, lengths, max_len, self.rope(positions))
 

@@ -132,7 +132,7 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, states_every=None, chunk_len
         # 2. The state at the end of each chunk, as if the chunk started from zeros. The last chunk's is not needed if
         # no states are wanted: then there are m = n_chunks - 1 of them.
         m = n_chunks if want_states else n_chunks - 1
-        to_end = decay[:, :m, :, -1, :, None]                                  # (b, m, h, chunk, 1)
+        to_end = decay[:, :m, :, -1, :, None]           # (b, m, h, chunk, 1), the last row: from j to the chunk's end
         local = (xd[:, :m] * to_end).transpose(3, 4) @ B[:, :m, None]          # (b, m, h, p, n)
 
         # 3. The true state before every chunk, and after the last one if it is wanted.
@@ -155,8 +155,8 @@ def pass_states(local, log_decay, initial):
     h, p, n); log_decay (b, n_chunks, h) <= 0; initial (b, h, p, n). Returns (b, n_chunks + 1, h, p, n).
     """
     p, n = local.shape[-2:]
-    # One product in place of a loop: out[i] is the sum over j <= i of sources[j], decayed over chunks j..i-1.
-    # sources[j] comes after chunk j - 1, and sources[0] after none: so a zero stands before the decays.
+    # One product in place of a loop: out[i] is the sum over j <= i of sources[j], decayed over chunks j..i-1. segsum's
+    # entry [i, j] is a sum over j+1..i. With a zero in front, log_decay moves up by one, so that is over chunks j..i-1.
     sources = torch.cat([initial[:, None], local], 1).permute(0, 2, 1, 3, 4)   # (b, h, n_chunks + 1, p, n)
     decay = torch.exp(segsum(F.pad(log_decay.transpose(1, 2), (1, 0))))        # (b, h, n_chunks + 1, n_chunks + 1)
     return (decay @ sources.flatten(3)).unflatten(3, (p, n)).permute(0, 2, 1, 3, 4)    # (b, n_chunks + 1, h, p, n)
@@ -207,7 +207,8 @@ def conv_boundaries(u, initial, states_every):
     """
     w1 = initial.size(1)                                                       # w - 1
     # With `initial` in front, the w - 1 columns before boundary i begin at column i * states_every.
-    return torch.cat([initial.to(u.dtype), u], 1).unfold(1, w1, states_every or u.size(1)).transpose(2, 3)
+    columns = torch.cat([initial.to(u.dtype), u], 1)                           # (b, w - 1 + s, c)
+    return columns.unfold(1, w1, states_every or u.size(1)).transpose(2, 3)    # unfold: (b, n_states, c, w - 1)
 
 
 @replaceable
@@ -290,10 +291,13 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
     m = k.size(2)
     # `int` waits for the GPU. A full-sequence model, whose cache has max_len 0, need not wait.
     longest = int(lengths.max()) if k_cache.size(2) else 0
-    position = torch.arange(-longest, m, device=q.device)                      # (longest + m,): new tokens begin at 0
-    block = position // block_len                       # of each key; below 0 for cached keys, so every query sees them
+    # Slots of the keys: the cached ones below 0, so that every query sees their blocks. With lengths [2, 4], m = 4 and
+    # blocks of 2:     slot          -4 -3 -2 -1  0  1  2  3         held, row 0    1  1  0  0  1  1  1  1
+    #                  block         -2 -2 -1 -1  0  0  1  1               row 1    1  1  1  1  1  1  1  1
+    slot = torch.arange(-longest, m, device=q.device)                          # (longest + m,)
+    block = slot // block_len                                                  # (longest + m,)
     q_block = block[longest:] if m > block_len else block.new_zeros(1)         # (m,), or (1,): a single block, number 0
-    held = (position >= 0) | (position + longest < lengths[:, None])           # (b, longest + m)
+    held = (slot >= 0) | (slot + longest < lengths[:, None])                   # (b, longest + m)
     mask = (q_block[:, None] >= block) & held[:, None, None]                   # (b, 1, m or 1, longest + m)
 
     keys = torch.cat([k_cache[:, :, :longest], k], 2)                          # (b, h, longest + m, e)
@@ -323,7 +327,8 @@ def linear_cross_entropy(hidden, head, target, weight):
 # the counters of  uniform         purpose, below 0            index of the variate      step   begin
 #                  gumbel_argmax   pair of tokens, from 0 on   position in the block     step   begin
 #
-# Seed: of the row. step: differs between the steps of a block. begin: the position at which the block begins.
+# The first counter keeps the two apart: they never share a number. Seed: of the row. step: differs between the steps of
+# a block. begin: the position at which the block begins.
 
 def philox(seed, *counters):
     """Philox4x32-10 (Salmon et al. 2011): a seed and four counters, int64 tensors that broadcast -> four tensors of

@@ -105,8 +105,8 @@ def open_engine(wanted, model, dtype=torch.float32):
       simple   `SimpleEngine` above, plain PyTorch. Casts the weights of `model` in place; the other engines copy them.
       fused    fast/, with prepared weights
       graphs   the same, each step a CUDA graph
-      auto     graphs (fused if no graph can be recorded) if select_kernels selected the kernels of fast/ and these know
-               the model's mixers, else simple
+      auto     simple, unless select_kernels selected the kernels of fast/ and these know the model's mixers. Then
+               graphs, or fused if no graph can be recorded
 
     All engines use the same random numbers. Their tokens differ only where rounding of the logits changes a draw or a
     choice by certainty. Raises UserError for an engine that cannot run.
@@ -161,7 +161,7 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
     read(model, [prompt[:start] for prompt, start in zip(prompts, starts)], rows_cache, cache)
 
     # The first active block of a row begins with what the prompt has after its last whole block. The suffix is known,
-    # too: a masked position sees both sides.
+    # too: a masked position sees both sides. So a block is known | masks | suffix | masks to the block's end.
     rows = [prompt.tolist() for prompt in prompts]      # the tokens of each row so far
     blocks = [(row[start:] + [mask] * length + suffix + [mask] * l)[:l] for row, start in zip(rows, starts)]
     n_masked = max(block.count(mask) for block in blocks)
@@ -177,8 +177,8 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
         # tolist waits for the device. With CUDA graphs it waits elsewhere only in ActiveBlock.steps.
         for i, block in enumerate(x0.tolist()):
             begin = starts[i] + k * l                                          # where this block is in the row
-            # Nothing if the row has ended: then both bounds are equal, be they above or below 0.
-            new = block[len(rows[i]) - begin:ends[i] - begin]
+            known, stop = len(rows[i]) - begin, ends[i] - begin
+            new = block[known:stop]                     # nothing if the row has ended: known == stop, maybe below 0
             if stop_token in new:
                 new = new[:new.index(stop_token) + 1]
                 ends[i] = len(rows[i]) + len(new)
@@ -238,6 +238,7 @@ def read(model, prefixes, cache, known=None):
     bar = functools.partial(tqdm, desc="reading the prompt", unit=" chunks", disable=None, delay=2, leave=False)
     first = {}                                          # prefix -> a row that has read it
     for i, prefix in enumerate(prefixes):
+        # row is a view: prefill writes into `cache`, lengths too.
         row, text = cache[i:i + 1], tuple(prefix.tolist())
         if (source := first.get(text, known)) is not None:
             copy_row(source, row)
@@ -339,9 +340,9 @@ def main():
         save_prompt(save_cache, tokens, cache, made_by)
 
     try:
-        out = generate(model, [tokens] * num_samples, length, sampler, new_engine,
-                       tokenizer.eot_token if stop_at_eot else None, printer.block, show if watch else None, cache,
-                       suffix_tokens)
+        out = generate(model, [tokens] * num_samples, length, sampler, new_engine=new_engine,
+                       stop_token=tokenizer.eot_token if stop_at_eot else None, on_block=printer.block,
+                       on_step=show if watch else None, cache=cache, suffix=suffix_tokens)
     finally:                                            # an interrupt or an error loses nothing of any row
         printer.end()
     n_generated = sum(min(len(row) - len(tokens), length) for row in out.tokens)

@@ -113,7 +113,8 @@ class FastEngine:
         """Records a step without and a step with a commit. The cache must be empty, and is empty afterwards. All lazy
         compilation, tuning and loading happens here, so the first block is as fast as the others."""
         kinds = (False, True) if self.cache.max_len else (False,)      # without a cache nothing is committed
-        # Positions must not depend on what kernels compute that do not run.
+        # compile_first runs no Triton kernel, so drawn tokens are garbage. Where positions are known, a kernel would
+        # write them; elsewhere torch does, and the next embedding would read beyond its table.
         if "cached_attention" in ops.FAST and self.block.next_in_order() is not None:
             from fast.triton_tools import compile_first
             compile_first(lambda: [self.denoise(commit) for commit in kinds])

@@ -59,6 +59,7 @@ def linear_gelu(x, weight, bias):
 # ----------------------------------------------------------------------------------------------
 # Mixers. They return (parts, power), which block_ops.join_parts turns into the mixer's output. parts (P, b, m, d):
 # partial products to be summed. power (b, m, 2, h): mean squares for the RMS norms that they still lack; None: no norm.
+# The division by these norms is put off until the next block_ops.add_norm.
 # at (b, m): the positions to compute, given in the last layer alone; None: all of them.
 
 class InferenceAttention:

@@ -103,7 +103,7 @@ def make_batch(model, batch=3, seq_len=32, seed=1):
 def make_sampler(model, rows=1, seed=5, **changes):
     """A Sampler for rows with the seeds seed, seed + 1, ..."""
     seeds = [seed + i for i in range(rows)]
-    return Sampler(seeds, mask_id=model.config.mask_id, **{"tokens_per_step": 3, **changes})
+    return Sampler(seeds, mask_id=model.config.mask_id, **dict(decoder="random", tokens_per_step=3) | changes)
 
 
 def prompts_of(*lengths, seed=2):

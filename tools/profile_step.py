@@ -44,7 +44,7 @@ def denoising_step(config, dev):
     torch.nn.init.normal_(model.head.weight, std=0.02)
     model, new_engine = open_engine("auto", model, pick_dtype("auto", dev))
     cache = model.new_cache(batch, 0 if config.full_sequence else 8 * config.block_len, config.block_len)
-    sampler = Sampler(list(range(batch)), tokens_per_step=16, mask_id=config.mask_id)
+    sampler = Sampler(list(range(batch)), "random", 16, mask_id=config.mask_id)
     return new_engine(model, cache, sampler, config.block_len).step
 
 

@@ -290,7 +290,7 @@ def test_generation_by_all_kernels_gives_the_tokens_of_the_plain_model(monkeypat
                        n_layer=2, d_model=32, d_state=16, mamba_head_dim=16, time_conditioning=time).to(DEVICE)
 
     def tokens(engine):
-        sampler = decoders.Sampler([0, 1], tokens_per_step=8, mask_id=49)
+        sampler = decoders.Sampler([0, 1], "random", 8, mask_id=49)
         opened, new_engine = open_engine(engine, model)
         return generate(opened, [torch.arange(20), torch.arange(7)], 16, sampler, new_engine=new_engine).tokens
     want = tokens("simple")

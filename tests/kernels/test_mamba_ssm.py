@@ -113,6 +113,6 @@ def test_a_whole_generation_equals_the_plain_one(exact):
         line = select_kernels(kernels, "cuda")
         opened, new_engine = open_engine("auto", model)
         assert new_engine is SimpleEngine and ("mamba-ssm" in line) == (kernels == "mamba_ssm")
-        sampler = Sampler([0, 1], tokens_per_step=8, mask_id=999)
+        sampler = Sampler([0, 1], "random", 8, mask_id=999)
         found.append(generate(opened, prompts, 400, sampler, new_engine).tokens)
     assert all(torch.equal(a, b) for a, b in zip(*found))

@@ -121,12 +121,12 @@ def test_a_device_without_fp64_is_refused_and_the_plain_engine_runs_a_mixer_that
 
 def test_all_settings_reach_the_generation_and_watch_prints_a_line_for_each_step(laptop, monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(sample, "generate", lambda *args: asked.append(args) or generate(*args))
+    monkeypatch.setattr(sample, "generate", lambda *args, **how: asked.append((*args, how)) or generate(*args, **how))
     run(monkeypatch, laptop, prompt="def ", suffix="()", length=9, num_samples=2, seed=7, temperature=0.5, top_k=9,
         top_p=0.8, decoder="confidence", tokens_per_step=3, stop_at_eot=True, watch=True)
-    _, prompts, length, sampler, _, stop_token, *_, suffix = asked[0]
-    assert [bytes(p.tolist()) for p in prompts] == [b"def "] * 2 and bytes(suffix) == b"()"
-    assert (length, stop_token) == (9, 256)
+    _, prompts, length, sampler, how = asked[0]
+    assert [bytes(p.tolist()) for p in prompts] == [b"def "] * 2 and bytes(how["suffix"]) == b"()"
+    assert (length, how["stop_token"]) == (9, 256)
     assert sampler == Sampler([7, 8], "confidence", 3, temperature=0.5, top_k=9, top_p=0.8, mask_id=257)
     printed, shown = capsys.readouterr()
     assert "\n18 tokens in " in shown                   # without prompt and suffix
@@ -154,9 +154,9 @@ def test_a_full_sequence_model_takes_16_steps_also_after_a_long_prompt(monkeypat
 @pytest.mark.parametrize("watch", [False, True])
 def test_an_error_loses_nothing_of_any_row(laptop, monkeypatch, capsys, watch):
     """Not even the bytes of a character that is not whole."""
-    def interrupted(*args):
+    def interrupted(*args, on_block, **how):
         for row, tokens in ((0, b"ab"), (1, b"xy\xc3"), (0, b"c\xc3"), (1, b"\xa9\xc3")):
-            args[6](row, [*tokens])                     # on_block
+            on_block(row, [*tokens])
         raise torch.OutOfMemoryError
     monkeypatch.setattr(sample, "generate", interrupted)
     with pytest.raises(torch.OutOfMemoryError):
