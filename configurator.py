@@ -44,7 +44,7 @@ def settings_of(namespace):
 def comments_of(namespace):
     """{setting: the comment after it in the source of its script}."""
     source = Path(namespace.get("__file__", __file__)).read_text("utf-8")
-    return dict(re.findall(r"^([a-z]\w*) = .*?\s# (.*)$", source, re.MULTILINE))
+    return dict(re.findall(r"^([a-z]\w*) = .*?[^\S\n]# (.*)$", source, re.MULTILINE))
 
 
 def check_name(name, settings, where, comments):
@@ -81,8 +81,8 @@ def run_config(path, settings):
     except (Exception, SystemExit) as error:            # the user's code may raise anything
         raise UserError(f"config file {path} cannot be run ({type(error).__name__}: {error}); a setting is written "
                         f"--name=value") from error
-    # An assigned name may keep its value, and `import *` changes values without an assignment in this file. What has a
-    # __name__ is a helper: a module, a function, a class.
+    # Given is what the file assigns, even to the value that it had, and what has another value, as after `import *`.
+    # What has a __name__ is a helper: a module, a function, a class.
     assigned = {node.id for node in ast.walk(ast.parse(found.read_bytes()))
                 if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     return {k: v for k, v in scope.items() if (k in assigned or v != settings.get(k))
@@ -131,7 +131,8 @@ def check(settings, least={}, most={}, above={}, choices={}, endings={}):
              **{k: f"at most {b}" for k, b in most.items() if not settings[k] <= b},
              **{k: f"one of {', '.join(b)}" for k, b in choices.items() if settings[k] not in b},
              **{k: f"a {b} file" for k, b in endings.items() if settings[k] and not settings[k].endswith(b)}}
-    for name, words in wrong.items():                   # the first one, if there is any
+    if wrong:
+        name, words = next(iter(wrong.items()))         # the first one
         raise UserError(f"{name} must be {words}, but is {settings[name]!r}")
 
 

@@ -16,6 +16,8 @@ SOURCE = """\
 learning_rate = 1e-3        # peak (lr)
 prompt = ""                 # text to continue (start, in nanoGPT)
 max_iters = 100             # how long
+batch = [1]
+# a heading, of no setting
 """
 
 
@@ -90,6 +92,7 @@ def test_help_prints_the_settings_and_what_they_mean(capsys, namespace, word):
         configure(namespace, ["--max_iters=200", word, "--nonsense"])
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "What it does." and "  --max_iters = 200".ljust(40) + "how long" in shown and len(shown) == 10
+    assert "  --batch = [1]" in shown
 
 
 @pytest.mark.parametrize("error, status", [
