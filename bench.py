@@ -91,15 +91,15 @@ def train_flops(config, s, masked=0.5):
     the share `masked` of positions. Recomputation is not counted.
     """
     d, v, n, di = config.d_model, config.vocab_size, config.d_state, config.d_inner
-    k, l = config.split_blocks(s)
+    n_blocks, l = config.split_blocks(s)
     n_clean = s - l
     total = s * masked * 2 * d * v
     for i in range(config.n_layer):
         clean_out = 0 if i == config.n_layer - 1 else n_clean   # clean tokens that go past the mixer
         total += (s + clean_out) * 2 * 8 * d * d            # the MLP
         if i % config.attn_every == 0:
-            area = l * l * (k * (k - 1) // 2 + k)           # noisy: earlier clean blocks and its own
-            area += l * l * k * (k - 1) // 2 if clean_out else 0
+            area = l * l * n_blocks * (n_blocks + 1) // 2   # noisy: earlier clean blocks and its own
+            area += l * l * n_blocks * (n_blocks - 1) // 2 if clean_out else 0
             total += (s + clean_out) * 2 * 4 * d * d            # qkv and the output projection
             total += (n_clean - clean_out) * 2 * 2 * d * d      # the last layer's clean tokens: only keys and values
             total += 4 * area * d                               # scores, weighted values
@@ -125,7 +125,7 @@ def models(size, dev):
 def bench_train(parallel):
     """Yields for each model of 350M what is known of a row, and the function that measures the rest."""
     dev, world = parallel.device, parallel.world
-    ceiling = matmul_ceiling(dev) if ampere_or_later(dev) else None
+    ceiling = matmul_ceiling(dev) if ampere_or_later(dev) else None            # None: no MFU
     for name, config in models("350m", dev):
         row = dict(config=name, length=config.seq_len, gpus=world, batch=micro_batch_size * world)
         if config.seq_len == 8192:                      # the paper's only length; its figures are of eight GPUs
@@ -241,6 +241,7 @@ def blocks_seconds(engine, model, n_blocks):
 # ----------------------------------------------------------------------------------------------
 # The script
 
+# What `show` adds of a row, if it has that.
 MORE = dict(how="{}", engine="{}", ms="{:.1f} ms", mfu="{:.0%} of a matrix product's speed", peak_gib="{:.1f} GiB")
 
 

@@ -90,7 +90,8 @@ def find_checkpoint(path):
     The path of the weights file. `path` may be
 
       a file of weights
-      a folder            its ckpt.pt or, if it has none, its export; of the repository, if it is not in this folder
+      a folder            its ckpt.pt or, if it has none, its export; a relative folder is looked for here, then in the
+                          repository
       hf://owner/name     an export on the Hugging Face hub, or with @revision at its end one of its revisions, which is
                           downloaded unless it is in the hub's cache
       auto                out, if it holds one of these, else assets/novelist, the model that ships
@@ -179,6 +180,7 @@ def load_prompt(path, config, made_by):
     if record.get("fingerprint") != made_by:
         raise UserError(f"{path} was saved by another model or in another dtype; make it again with --save_cache")
     held = len(record["tokens"]) // config.block_len * config.block_len
+    # No rope: the cache is only copied from, by copy_row.
     return record["tokens"], Cache(record["layers"], torch.tensor([held]), held)
 
 

@@ -3,8 +3,8 @@
 A prepared folder holds train.bin, val.bin or both: uint16 tokens and nothing else, with end-of-text after each
 document; and meta.json, which is written last: a folder without it is unfinished.
 
-This file prepares the default corpus, Python's own source, and reads all folders. tools/prepare.py
-prepares other text; training does not need it.
+This file prepares the default corpus, Python's own source, and reads all folders. The command is that of
+tools/prepare.py, which prepares other text, too; `python data.py` is its short name. Training does not need it.
 
     python data.py stdlib                                   # the default corpus: no download
     python data.py text *.jsonl.zst --val valid.jsonl --tokenizer gpt2 --out data/mine
@@ -207,14 +207,13 @@ class TokenData:
 
         Plain reads are faster here than a memory map, which has a page fault for every 4 KiB.
         """
-        for file, size in self.files:                       # the loop ends at the file that holds the window
-            if number < size // seq_len:
-                break
+        for file, size in self.files:
+            if number < size // seq_len:                    # this file holds the window; 2 bytes a token
+                out = np.fromfile(file, "<u2", seq_len, offset=2 * number * seq_len).astype(np.int64)
+                if out.max() >= VOCABULARY[self.tokenizer] - 1:                # the last id is the mask, in no text
+                    raise UserError(f"{file} holds token {out.max()}, outside its vocabulary: prepare its folder again")
+                return out
             number -= size // seq_len                       # now counted from the start of the next file
-        out = np.fromfile(file, "<u2", seq_len, offset=2 * number * seq_len).astype(np.int64)   # 2 bytes a token
-        if out.max() >= VOCABULARY[self.tokenizer] - 1:     # the last id is the mask: no text contains it
-            raise UserError(f"{file} holds token {out.max()}, outside its vocabulary: prepare its folder again")
-        return out
 
     def batch(self, seed, step, rows, batch_size, seq_len):
         """The sequences `rows` (a range of ints) of the global batch of `step`: int64 (len(rows), seq_len).

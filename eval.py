@@ -76,7 +76,8 @@ def nelbo_figures(sums, tokens, n_bytes):
     nelbo, se = ratio(nats, tokens)
     acc, acc_se = ratio(right, masked)
     n, mc, _ = sums.shape
-    var = sums[..., NATS].var(1, ddof=1).sum() / mc if mc > 1 else math.nan    # variance of nats.sum() from noise alone
+    # The variance of nats.sum() from noise alone: that of a mean over mc samples, added up over the sequences.
+    var = sums[..., NATS].var(1, ddof=1).sum() / mc if mc > 1 else math.nan
     ppl = math.exp(min(nelbo, 700))                     # beyond 709, exp overflows
     return dict(nats=nats.round(3).tolist(), nelbo=nelbo, nelbo_se=se, nelbo_se_noise=math.sqrt(var) / tokens.sum(),
                 ppl=ppl, ppl_se=ppl * se, acc=100 * acc, acc_se=100 * acc_se,
@@ -86,7 +87,8 @@ def nelbo_figures(sums, tokens, n_bytes):
 
 
 def windows_of(model, tokenizer, folder):
-    """The sequences (n, s) that the settings ask for of a prepared folder, their bytes (n,), and what tells them."""
+    """The sequences (n, s) that the settings ask for of a prepared folder, their bytes (n,), and a dict that
+    identifies them (length, sha256)."""
     text, s = TokenData(folder, "val", tokenizer.name), seq_len or model.config.seq_len
     count = sequences if sequences >= 0 else (max(2, 4096 // s) if decoders else 256)      # 2: for a standard error
     x = text.sequences(s, count)
@@ -112,45 +114,48 @@ def price(model, x0, sampler, bar):
     """
     The price of sequences x0 (b, s) in nats and the passes that a block takes: (2, b) fp64. All blocks of a sequence
     advance together, each after its clean prefix. A step writes the true tokens where the decoder reveals. sampler: of
-    b * k rows, one for each block.
+    b * n_blocks rows, one for each block.
 
     If positions do not depend on what is drawn, p of the text is exact: the product of p of the tokens of all steps.
     `random` and `first_hitting` draw the positions, and the price is a bound, the mean over orders. A step that reveals
     n of m masked tokens adds n / m of the -log p of all m: that is the mean over which n come next. With one token a
     step this is the NELBO.
     """
-    (b, s), (k, l), mask_id = x0.shape, model.config.split_blocks(x0.size(1)), sampler.mask_id
-    truth = x0.reshape(b * k, l)
-    block = ActiveBlock(b * k, l, sampler, x0.device)
+    (b, s), (n_blocks, l), mask_id = x0.shape, model.config.split_blocks(x0.size(1)), sampler.mask_id
+    truth = x0.reshape(b * n_blocks, l)
+    block = ActiveBlock(b * n_blocks, l, sampler, x0.device)
     block.start(torch.full_like(truth, mask_id), torch.arange(0, s, l).repeat(b))
-    nats, passes = torch.zeros(2, b * k, dtype=torch.float64)
+    nats, passes = torch.zeros(2, b * n_blocks, dtype=torch.float64)
     for _ in block.steps(l):
-        is_masked = block.xt == mask_id                                        # (b * k, l)
-        hidden = model.all_block_hidden(x0, block.xt.view(b, s), block.noise_level().view(b, k)).view(b * k, l, -1)
-        positions = block.positions(model, hidden)                             # (b * k, m)
+        is_masked = block.xt == mask_id                                        # (b * n_blocks, l)
+        t = block.noise_level().view(b, n_blocks)
+        hidden = model.all_block_hidden(x0, block.xt.view(b, s), t).view(*truth.shape, -1)     # (b * n_blocks, l, d)
+        positions = block.positions(model, hidden)                             # (b * n_blocks, m)
         block.write(positions, truth.gather(1, positions))
 
-        revealed = is_masked & (block.xt != mask_id)                           # (b * k, l)
+        revealed = is_masked & (block.xt != mask_id)                           # (b * n_blocks, l)
         scored = is_masked if sampler.decoder in ("random", "first_hitting") else revealed
         nll, _ = masked_cross_entropy(model, hidden[scored], truth[scored])    # of all scored tokens
-        row, counts = scored.nonzero()[:, 0].cpu(), revealed.sum(1).cpu() / scored.sum(1).cpu().double()
-        nats.index_add_(0, row, nll * counts[row])
+        # share: n / m for drawn orders, 1 otherwise.
+        row, share = scored.nonzero()[:, 0].cpu(), revealed.sum(1).cpu() / scored.sum(1).cpu().double()
+        nats.index_add_(0, row, nll * share[row])
         passes += is_masked.any(1).cpu()                # a block that is finished needs no more
         bar.update(b)
-    return torch.stack([nats.view(b, k).sum(1), passes.view(b, k).mean(1)])
+    return torch.stack([nats.view(b, -1).sum(1), passes.view(b, -1).mean(1)])
 
 
 def price_decoders(model, tokenizer, folder, parallel, autocast):
     """The price of text of a prepared folder for each of the setting `decoders`, a dict. Prints it. A collective."""
     (x, n_bytes, about), mask_id = windows_of(model, tokenizer, folder), model.config.mask_id
-    k, l = model.config.split_blocks(x.size(1))
+    n_blocks, l = model.config.split_blocks(x.size(1))
+    # The seeds are replaced for each batch below.
     samplers = [sampler_of(decoder, seeds=[], mask_id=mask_id) for decoder in decoders]
     found = np.zeros((len(x), 2, len(decoders)))                               # nats, and passes a block
     mine = range(parallel.rank, len(x), parallel.world)
     most = sum(math.ceil(l / sampler.tokens_per_step) for sampler in samplers)             # passes
     with progress(parallel, "decoders", len(mine) * most, "pass") as bar, autocast():
         for rows in batches(mine, batch_size):
-            x0, seeds = x[list(rows)].to(parallel.device), np.repeat(noise_seeds(seed, rows), k)
+            x0, seeds = x[list(rows)].to(parallel.device), np.repeat(noise_seeds(seed, rows), n_blocks)
             for i, sampler in enumerate(samplers):
                 found[rows, :, i] = price(model, x0, dataclasses.replace(sampler, seeds=seeds), bar).T
 
@@ -177,7 +182,7 @@ def evaluate(path, parallel, use_bf16):
     print(f"{path}: {model.n_params:,} parameters, step {step}, {tokenizer.name} tokens", flush=True)
     folders = data or ([] if tasks else trained.get("data", "data/stdlib").split(","))
     # The model that ships may be here without the text of its training.
-    if not data and ROOT / "assets" in Path(path).parents and not all(map(os.path.exists, folders)):
+    if not data and ROOT / "assets" in Path(path).resolve().parents and not all(map(os.path.exists, folders)):
         print(f"{folders[0]}, the text of its training, is not here: this is of Python's own source, data/stdlib")
         folders = ["data/stdlib"]
         if parallel.rank == 0:

@@ -26,12 +26,13 @@ def noise_seeds(seed, numbers):
     return [int(np.random.SeedSequence([seed, int(i)]).generate_state(1, np.uint64)[0]) % 2 ** 63 for i in numbers]
 
 
-def strata(seed, step, rows, batch_size, k):
-    """Shares out the range of t among the k blocks of each of the batch_size rows of a training step, in a random order
-    that depends on (seed, step) alone. Returns, for draw_noise, the strata of these rows (len(rows), k) and the number
-    of all strata."""
-    order = permutation(seed, step, batch_size * k).reshape(batch_size, k)     # the permutation number `step`
-    return torch.from_numpy(order[list(rows)]), batch_size * k
+def strata(seed, step, rows, batch_size, blocks_of_row):
+    """Shares out the range of t among the blocks_of_row blocks of each of the batch_size rows of a training step, in a
+    random order that depends on (seed, step) alone. Returns, for draw_noise, the strata of these rows
+    (len(rows), blocks_of_row) and the number of all strata."""
+    n = batch_size * blocks_of_row
+    order = permutation(seed, step, n).reshape(batch_size, blocks_of_row)      # the permutation number `step`
+    return torch.from_numpy(order[list(rows)]), n
 
 
 def noise_generators(seed, numbers):
@@ -60,9 +61,9 @@ def masked_cross_entropy(model, hidden, target, max_logits=2 ** 25):
 @torch.no_grad()
 def sequence_nelbo(model, x0, is_masked, t):
     """
-    Scores sequences x0 (b, s) for given noise: is_masked (b, s), t (b, k). Returns (b, 3) fp64 on the CPU: for each
-    sequence NATS, its NELBO (weight 1/t, eq. bdlm-masked-objective); MASKED, the number of masked tokens; and RIGHT,
-    how many of these the model predicts.
+    Scores sequences x0 (b, s) for given noise: is_masked (b, s), t (b, n_blocks). Returns (b, 3) fp64 on the CPU: for
+    each sequence NATS, its NELBO (weight 1/t, eq. bdlm-masked-objective); MASKED, the number of masked tokens; and
+    RIGHT, how many of these the model predicts.
     """
     hidden = model.all_block_hidden(x0, x0.masked_fill(is_masked, model.config.mask_id), t)     # (b, s, d)
     nll, hit = masked_cross_entropy(model, hidden[is_masked], x0[is_masked])   # (m,) each: all masked tokens

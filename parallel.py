@@ -31,6 +31,7 @@ def pick_device(name):
     """The name of the device to use. "auto" is cuda if there is one, else cpu; never mps, which has no fp64 for
     sampling. cuda:1 becomes the current GPU. Raises UserError for a device that this machine lacks."""
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    # A list times False is empty.
     names = ["auto", "cpu"] + ["cuda", *gpus] * bool(gpus) + ["mps"] * torch.backends.mps.is_available()
     check(dict(device=name), choices=dict(device=names))
     if name == "auto":
@@ -45,7 +46,7 @@ def ampere_or_later(device):
     return torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def share_work(flops):
+def one_thread_if_small(flops):
     """Keeps CPU work on one thread if a pass has few floating-point operations, unless OMP_NUM_THREADS says otherwise.
     More threads hardly speed it up, and they spin while they wait: beside a busy program that takes ten times as
     long."""

@@ -28,14 +28,14 @@ CHANCE = "Chance: hellaswag, arc_easy, arc_challenge 0.25; piqa, winogrande, boo
 
 def row_batches(config, texts, rows, budget):
     """
-    Sorts rows into batches of about `budget` tokens. A row (n, positions) is texts[n] with tokens masked at these
-    positions, in ascending order. Yields (begin, l, rows): these run the block of l tokens that begins at `begin`,
-    which is the block of each row's first position: in blocks of 6 the row (n, [10, 13]) runs the block that begins at
-    6. A full-sequence model has one block, which is the whole text.
+    Sorts rows into batches of about `budget` tokens. A row (text, positions) is texts[text], where text is a
+    number, with tokens masked at these positions, in ascending order. Yields (begin, l, rows): these run the block of l
+    tokens that begins at `begin`, which is the block of each row's first position: in blocks of 6 the row
+    (text, [10, 13]) runs the block that begins at 6. A full-sequence model has one block, which is the whole text.
     """
     def place_of(row):
-        n, positions = row
-        l = config.block_of(len(texts[n]))
+        text, positions = row
+        l = config.block_of(len(texts[text]))
         return positions[0] // l * l, l
 
     for (begin, l), group in itertools.groupby(sorted(rows, key=place_of), place_of):
@@ -45,8 +45,8 @@ def row_batches(config, texts, rows, budget):
 
 def masked_hidden(model, texts, begin, l, rows):
     """
-    Runs one batch of row_batches. Returns a list with (n, positions in the block, their hidden states (m, d)) for each
-    row. One row, in blocks of 6: a text of context c and answer a, masked at the position of M.
+    Runs one batch of row_batches. Returns a list with (text, positions in the block, their hidden states (m, d)) for
+    each row. One row, in blocks of 6: a text of context c and answer a, masked at the position of M.
 
         c c c c c c  c c c c a a  a M a a . .
         the clean prefix          the noisy block: "." follows the text, is not known, and so is masked, too
@@ -56,21 +56,21 @@ def masked_hidden(model, texts, begin, l, rows):
     mask_id, device = model.config.mask_id, model.embed.weight.device
     masked = [[i for i in positions if i < begin + l] for _, positions in rows]
     xt = torch.full((len(rows), l), mask_id)
-    for row, (n, _), at in zip(xt, rows, masked):
-        known = torch.tensor(texts[n][begin:begin + l])
+    for row, (text, _), at in zip(xt, rows, masked):
+        known = torch.tensor(texts[text][begin:begin + l])
         row[:len(known)] = known
         row[torch.tensor(at) - begin] = mask_id
     xt = xt.to(device)                                                         # (rows, l)
 
     # Rows of one text have the same prefix, which is read once. owner[i] is the entry of `different` of row i.
-    different, owner = np.unique([n for n, _ in rows], return_inverse=True)
+    different, owner = np.unique([text for text, _ in rows], return_inverse=True)
     cache = model.new_cache(len(different), begin, l)
-    model.prefill(torch.tensor([texts[n][:begin] for n in different], dtype=torch.long, device=device), cache)
+    model.prefill(torch.tensor([texts[text][:begin] for text in different], dtype=torch.long, device=device), cache)
     cache = cache[owner]                                # one row for each row
 
     # The noise level is the masked fraction, as in sampling. Only timestep conditioning uses it.
     hidden = model.denoise_hidden(xt, cache, (xt == mask_id).float().mean(1))  # (rows, l, d)
-    return [(n, at, h[torch.tensor(at) - begin]) for (n, _), at, h in zip(rows, masked, hidden)]
+    return [(text, at, h[torch.tensor(at) - begin]) for (text, _), at, h in zip(rows, masked, hidden)]
 
 
 @torch.no_grad()
@@ -84,29 +84,30 @@ def score_pairs(model, pairs, budget, parallel):
     """
     texts, device = [[*context, *answer] for context, answer in pairs], model.embed.weight.device
     mine = range(parallel.rank, len(pairs), parallel.world)
-    positions = {n: range(len(pairs[n][0]), len(texts[n])) for n in mine}      # of each answer in its text
-    score, greedy = np.zeros((2, len(pairs)))
+    positions = {text: range(len(pairs[text][0]), len(texts[text])) for text in mine}          # of each answer
+    score, greedy = np.zeros((2, len(pairs)))           # (n,) each; zero where another rank works
 
-    rows = [(n, [i]) for n in mine for i in positions[n]]                      # each token masked alone
+    rows = [(text, [i]) for text in mine for i in positions[text]]             # each token masked alone
     with progress(parallel, "answers", len(rows), "token") as bar:
         for batch in row_batches(model.config, texts, rows, budget):
             found = masked_hidden(model, texts, *batch)
-            target = torch.tensor([texts[n][i] for n, (i,), _ in found], device=device)
+            target = torch.tensor([texts[text][i] for text, (i,), _ in found], device=device)
             nats, _ = masked_cross_entropy(model, torch.cat([h for *_, h in found]), target)   # (rows,)
-            np.subtract.at(score, [n for n, *_ in found], nats.numpy())        # -= would count a repeated n only once
+            # -= would count a repeated text only once.
+            np.subtract.at(score, [text for text, *_ in found], nats.numpy())
             bar.update(len(found))
 
     # Decoding of an answer stops at the first token that differs. So whatever was decoded before equals the answer's
     # own tokens, and a row can take it from `texts`.
-    left = {n: list(positions[n]) for n in mine}                               # still masked
+    left = {text: list(positions[text]) for text in mine}                      # still masked
     while left:
         for batch in row_batches(model.config, texts, left.items(), budget):
-            for n, at, h in masked_hidden(model, texts, *batch):
+            for text, at, h in masked_hidden(model, texts, *batch):
                 confidence, token = model.logits(h).softmax(-1).max(-1)        # (m,) each
                 best = int(confidence.argmax())
-                greedy[n] = token[best] == texts[n][at[best]]
-                left[n].remove(at[best])
-        left = {n: masked for n, masked in left.items() if masked and greedy[n]}
+                greedy[text] = token[best] == texts[text][at[best]]
+                left[text].remove(at[best])
+        left = {text: masked for text, masked in left.items() if masked and greedy[text]}
     return gather(parallel, np.stack([score, greedy]))
 
 

@@ -27,7 +27,7 @@ from checkpoint import copy_row, fingerprint, load_prompt, open_checkpoint, save
 from configurator import UserError, check, configure, script
 from decoders import AS_SURE, ActiveBlock, Sampler, select
 from model import Attention, BiMamba, cast_for_inference
-from parallel import has_fast, pick_device, pick_dtype, select_kernels, share_work
+from parallel import has_fast, one_thread_if_small, pick_device, pick_dtype, select_kernels
 
 # ----------------------------------------------------------------------------------------------
 # Settings. In brackets: the setting of nanoGPT with this job.
@@ -321,7 +321,7 @@ def main():
     per_step = tokens_per_step or math.ceil(c.block_of(length) / 16)
     sampler = Sampler([seed + i for i in range(num_samples)], decoder, per_step, threshold, entropy_bound, temperature,
                       top_k, top_p, mask_id=c.mask_id)
-    share_work(2 * n_params * l * num_samples)
+    one_thread_if_small(2 * n_params * l * num_samples)
     model, new_engine = open_engine(engine, model, weight_dtype)
     # threshold and entropy_bound are decoders and also the settings of their numbers.
     pace = globals()[decoder] if decoder in AS_SURE else f"with {min(sampler.tokens_per_step, l)} tokens a step"

@@ -31,7 +31,7 @@ from data import VOCABULARY, TokenData, bits_per_byte, byte_baselines, prepare_s
 from model import BlockDiffusionLM, ModelConfig
 from nelbo import NATS, nelbo_sums, noise_generators, strata
 from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, end_if_a_rank_is_lost, micro_batches_of,
-                      pick_dtype, select_kernels, share_work)
+                      one_thread_if_small, pick_dtype, select_kernels)
 
 # ----------------------------------------------------------------------------------------------
 # Settings: the defaults train a small BDLM Mamba-H on bytes in minutes, on two cores. In brackets: the setting of
@@ -70,10 +70,10 @@ grad_clip = 1.0                         # largest norm of the gradient; 0: no cl
 seed = 1337                             # of data order, initialisation and noise
 # noise and length of the training sequences
 t_min = 1e-3                            # training draws the noise level t from t_min..t_max; evaluation from 1e-3..1
-t_max = 1.0
+t_max = 1.0                             # see t_min
 stratified = False                      # the blocks of a step share out that range evenly
 short_len = 512                         # for the first short_iters steps a sequence is cut into ones of this length
-short_iters = 0
+short_iters = 0                         # steps with short sequences; 0: none, and short_len is unused
 # evaluation, logging, saving
 eval_interval = 1000                    # steps between validations, each with a checkpoint
 eval_sequences = 64                     # validation sequences (eval_iters), spread evenly over the split; 0: all
@@ -84,8 +84,7 @@ device = "auto"                         # auto, cpu, cuda or mps
 dtype = "auto"                          # auto: bfloat16 if the GPU has it, else float32
 kernels = "auto"                        # auto; torch: the plain operations; mamba_ssm: those of that package
 compile = True                          # torch.compile the layers; on Ampere GPUs and later only
-dist_timeout = 300                      # seconds after which a collective that a rank has not joined ends the job; more
-                                        # than it takes to write a checkpoint
+dist_timeout = 300                      # seconds until a late rank ends the job; more than a checkpoint takes to write
 # ----------------------------------------------------------------------------------------------
 
 
@@ -124,7 +123,7 @@ def main(given):
         step, record = record["step"], None                 # frees the memory
     about = dict(tokenizer=train_data.tokenizer, settings=settings_of(globals()))       # in each checkpoint
     micro_batches = micro_batches_of(parallel.rank, parallel.world, batch_size, micro_batch_size)
-    share_work(6 * model.n_params * len(micro_batches[0]) * seq_len)
+    one_thread_if_small(6 * model.n_params * len(micro_batches[0]) * seq_len)
 
     # 4. Precision, compilation.
     use_bf16 = pick_dtype(dtype, dev) == torch.bfloat16
@@ -204,7 +203,7 @@ def add_gradients(model, train_data, step, micro_batches, autocast):
     tensor on the device: reading it here would wait for the device."""
     loss, noise = 0.0, dict(t_range=(t_min, t_max))
     s = short_len if step < short_iters else seq_len    # tokens of a sequence
-    k, _ = model.config.split_blocks(s)                 # blocks of a sequence
+    n_blocks, _ = model.config.split_blocks(s)          # of a sequence
     for rows in micro_batches:
         # Data and noise are functions of (seed, step, row of the global batch), whichever rank runs the row.
         x0 = train_data.batch(seed, step, rows, batch_size, seq_len).view(-1, s)       # a row is seq_len / s sequences
@@ -213,8 +212,8 @@ def add_gradients(model, train_data, step, micro_batches, autocast):
         # The sequences of a row draw one after the other from its generator.
         generators = [g for g in generators for _ in range(seq_len // s)]
         if stratified:
-            stratum, n = strata(seed, step, rows, batch_size, seq_len // s * k)
-            noise["stratum"] = stratum.view(-1, k).to(x0.device), n
+            stratum, n = strata(seed, step, rows, batch_size, blocks_of_row=seq_len // s * n_blocks)
+            noise["stratum"] = stratum.view(-1, n_blocks).to(x0.device), n
         # The loss is weighted by the rows' share of the batch: so micro-batches and ranks add up to its mean.
         with autocast():
             part = model(x0, generators, **noise) * (len(rows) / batch_size)
@@ -260,6 +259,7 @@ def catch_signals(received):
 
 def validate(model, val, parallel, autocast, batch_size):
     """The validation loss in nats per token, the same on all ranks. A collective."""
+    # (n, samples, 3): sums of each sequence, zero where another rank works.
     sums = nelbo_sums(model.eval(), val, parallel, autocast, seed, eval_samples, batch_size=batch_size, terse=True)
     model.train()
     return parallel.sum([sums[..., NATS].sum()])[0] / (eval_samples * val.numel())
@@ -314,8 +314,9 @@ def result(val_loss, val, val_data, train_data):
 # The start
 
 def take_settings(path, saved, given):
-    """Gives this run the settings of the checkpoint that it continues, `saved`, except those in `given`. A setting that
-    this revision does not know is ignored. Returns what differs, for a message. Raises UserError for another text."""
+    """Gives this run the settings of the checkpoint that it continues: `saved` ones count unless given;
+    out_dir and resume never do, nor does one that this revision does not know. Returns what differs, for a message.
+    Raises UserError for another text."""
     if "data" in given and os.path.realpath(data) != os.path.realpath(saved["data"]):
         raise UserError(f"{path} was trained on {saved['data']}, not on {data}: leave data out to continue with that "
                         f"text, or begin with --init_from={shlex.quote(path)} --out_dir=FOLDER to train its weights on "
@@ -323,13 +324,15 @@ def take_settings(path, saved, given):
     # out_dir is where the checkpoint was found, not the saved one. init_from is what the run began with: the saved one
     # counts even if one was given.
     ours, given = settings_of(globals()), {*given} - {"init_from"}
+    # `fit` gives each value the type of this revision's default, or refuses it.
     known = {k: fit(k, v, ours[k], path) for k, v in saved.items() if k in ours.keys() - {"out_dir", "resume"}}
     globals().update({k: v for k, v in known.items() if k not in given})
     return "".join(f", {k}: {v} -> {ours[k]}" for k, v in known.items() if k in given and v != ours[k])
 
 
 def check_settings():
-    """Raises UserError, before any file is written, for settings that cannot work."""
+    """Raises UserError, before any file is written, for settings that cannot work. Some are bounds of others: min_lr is
+    at most learning_rate, t_min at most t_max."""
     check(globals(), least=dict(batch_size=1, micro_batch_size=0, max_iters=1, min_lr=0, grad_clip=0, seed=0,
                                 eval_interval=1, eval_sequences=0, eval_samples=1, log_interval=1, short_len=1),
           most=dict(min_lr=learning_rate, t_min=t_max, t_max=1, seed=2 ** 62), above=dict(learning_rate=0, t_min=0))
