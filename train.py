@@ -277,7 +277,7 @@ def save(path, model, parallel, **about):
 def load_weights(path, record, model):
     """Copies the weights of a checkpoint into the model. Raises UserError if another model was trained."""
     theirs, ours = vars(ModelConfig(**record["config"])), vars(model.config)   # a newer setting has its default there
-    if theirs["vocab_size"] != ours["vocab_size"]:
+    if VOCABULARY.get(record.get("tokenizer")) != ours["vocab_size"]:
         raise UserError(f"{path} reads {record.get('tokenizer')} tokens, but {data} holds others; prepare that text "
                         f"again with --tokenizer {record.get('tokenizer')} and another --out")
     free = "seq_len", "block_len", "detach_prefix"                             # no weight depends on these

@@ -233,7 +233,7 @@ def test_a_checkpoint_of_another_kind_is_not_resumed(trained, tmp_path):
     path = tmp_path / "ckpt.pt"
     for edit, message in ((lambda r: r["model"]["head.weight"].fill_(torch.nan), "weights that are not finite"),
                           (lambda r: r.pop("optimizer"), "has no optimizer: it is no whole checkpoint"),
-                          (lambda r: r["config"].update(vocab_size=9), "reads bytes tokens, but .* holds others")):
+                          (lambda r: r.update(tokenizer="syllables"), "reads syllables tokens, but .* holds others")):
         edit(record := torch.load(f"{trained}/ckpt.pt"))
         torch.save(record, path)
         with pytest.raises(UserError, match=message):
