@@ -216,6 +216,7 @@ def script(name, *argv):
     """`python name argv` in this process and with new globals, like `%run` in a notebook. Returns (exit status, what
     it printed to stdout, to stderr)."""
     out, err, status = io.StringIO(), io.StringIO(), 0
+    sys.modules.pop("bench", None)                      # compare_ops.py takes its settings from this module
     with (mock.patch.object(sys, "argv", [name, *map(str, argv)]), signals_put_back(),
           contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)):
         try:
