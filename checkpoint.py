@@ -75,13 +75,13 @@ def load_model(path, device="cpu", needed=()):
     load_checkpoint."""
     record = load_checkpoint(path, *needed)
     shapes, config = {k: x.shape for k, x in record["model"].items()}, ModelConfig(**record["config"])
-    # A foreign file may ask for a billion layers, or for very wide ones. So the model has shapes alone, without memory
-    # or drawn weights, before they are compared.
+    # A foreign file may ask for a billion layers, or for very wide ones. So shapes are compared without memory first.
     with torch.device("meta"):
-        model = BlockDiffusionLM(dataclasses.replace(config, n_layer=min(config.n_layer, len(shapes))))
-    if {k: x.shape for k, x in model.state_dict().items()} != shapes:
+        expected = BlockDiffusionLM(dataclasses.replace(config, n_layer=min(config.n_layer, len(shapes))))
+    if {k: x.shape for k, x in expected.state_dict().items()} != shapes:
         raise UserError(f"{path} is damaged, or of a fork: its weights are not those of a model of its configuration")
-    model.to_empty(device=device).load_state_dict(record["model"])
+    model = BlockDiffusionLM(config).to(device)
+    model.load_state_dict(record["model"])
     return model.eval(), record
 
 

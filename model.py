@@ -458,8 +458,9 @@ class BlockDiffusionLM(nn.Module):
         super().__init__()
         self.config = config
         d = config.d_model
-        # The draw of nn.Embedding(vocab_size, d). But on the device "meta" that would import torch._dynamo: seconds.
-        self.embed = nn.Embedding.from_pretrained(torch.randn(config.vocab_size, d), freeze=False)
+        # nn.Embedding draws its weight, which on the device "meta" would import torch._dynamo and sympy: seconds.
+        weight = torch.empty(config.vocab_size, d)
+        self.embed = nn.Embedding.from_pretrained(weight if weight.is_meta else weight.normal_(), freeze=False)
         self.time = TimestepEmbedding(d)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.n_layer))
         self.norm = nn.LayerNorm(d, bias=False)
