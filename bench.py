@@ -38,6 +38,7 @@ only = []                               # config files, such as mamba_h_350m,att
 lengths = []                            # generated lengths; []: the paper's
 batch = [1]                             # batch sizes of `sample`
 tokens_per_step = 16                    # p, tokens revealed per step
+decoder = "random"                      # or strided, confidence: which tokens
 micro_batch_size = 8                    # training sequences per device
 warmup = 5                              # iterations before the measured ones, after the very first one
 iterations = 15                         # measured iterations
@@ -173,8 +174,8 @@ def bench_sample(parallel):
         most = (65536 if config.full_sequence else config.rope_capacity) if on_gpu else 1024
         for b in batch:
             for length in lengths or [n for n in paper.LADDER if b * n <= most]:
-                row = dict(config=name, length=length, batch=b, tokens_per_step=tokens_per_step)
-                if (b, tokens_per_step) == (1, 16):     # the paper's protocol
+                row = dict(config=name, length=length, batch=b, decoder=decoder, tokens_per_step=tokens_per_step)
+                if (b, decoder, tokens_per_step) == (1, "random", 16):      # the paper's protocol
                     row["paper"] = paper.SAMPLE.get(name.removesuffix("_700m"), {}).get(length)
                 yield row, functools.partial(time_generation, config, dev, b, length)
 
@@ -192,7 +193,7 @@ def time_generation(config, dev, b, length):
     n_blocks = -(-length // l)
     # The last block is never committed. But blocks_seconds times a block after one other, also if there is only one.
     cache = model.new_cache(b, 0 if config.full_sequence else max(n_blocks - 1, 1) * l, l)
-    sampler = Sampler(list(range(b)), "random", tokens_per_step, mask_id=config.mask_id)
+    sampler = Sampler(list(range(b)), decoder, tokens_per_step, mask_id=config.mask_id)
     engine = new_engine(model, cache, sampler, l)
     row = dict(engine=engine.name, cache_bytes=cache.nbytes, capture_s=now(dev) - started)
     if config.full_sequence:                            # all steps run over the same window
@@ -261,7 +262,8 @@ def main(words):
     what, *words = words or ["--help"]
     benches = dict(train=bench_train, sample=bench_sample)
     configure(globals(), [what] if what.startswith("-") else words)           # a flag in place of a subcommand: --help
-    check(dict(globals(), subcommand=what), choices=dict(subcommand=benches), endings=dict(out=".json"),
+    check(dict(globals(), subcommand=what), endings=dict(out=".json"),
+          choices=dict(subcommand=benches, decoder=("random", "strided", "confidence")),
           least=dict(iterations=1, warmup=0, micro_batch_size=1, tokens_per_step=1))
     for n in (*lengths, *batch):
         if type(n) is not int or not 0 < n <= ModelConfig.rope_capacity:
