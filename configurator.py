@@ -16,12 +16,12 @@ A config file is Python. It may compute, import modules, and read the current va
 assigns must be a setting of the script, except constants (in capitals) and names that begin with _.
 """
 import ast
+import builtins
 import contextlib
 import difflib
 import errno
 import os
 import re
-import runpy
 import sys
 from pathlib import Path
 
@@ -71,22 +71,20 @@ def fit(name, value, default, where):
 
 
 def run_config(path, settings):
-    """Executes a config file with a copy of the settings as its globals. path: as it stands, in the repository's folder
-    or in its config/; the ending .py may be left out. Returns {name: value} of the public names that it assigns. Raises
-    UserError if the file does not exist or fails."""
+    """Executes a config file. path: as it stands, in the repository's folder or in its config/; the ending .py may be
+    left out. Returns {name: value} of the public names that it assigns. Raises UserError if the file does not exist or
+    fails."""
     name = path.removesuffix(".py") + ".py"             # so a checkpoint that is named by mistake is never run
     found = next((p for p in (Path(name), ROOT / name) if p.is_file()), ROOT / "config" / name)
+    # The file finds settings where it finds builtins. So afterwards its scope has only what it assigned or imported.
+    scope = dict(__name__="config", __file__=str(found), __builtins__={**vars(builtins), **settings})
     try:
-        scope = runpy.run_path(str(found), settings, "config")
+        exec(compile(found.read_bytes(), found, "exec"), scope)
     except (Exception, SystemExit) as error:            # the user's code may raise anything
         raise UserError(f"config file {path} cannot be run ({type(error).__name__}: {error}); a setting is written "
                         f"--name=value") from error
-    # Given is what the file assigns, even to the value that it had, and what has another value, as after `import *`.
     # What has a __name__ is a helper: a module, a function, a class.
-    assigned = {node.id for node in ast.walk(ast.parse(found.read_bytes()))
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    return {k: v for k, v in scope.items() if (k in assigned or v != settings.get(k))
-            and k[0] != "_" and not k.isupper() and not hasattr(v, "__name__")}
+    return {k: v for k, v in scope.items() if k[0] != "_" and not k.isupper() and not hasattr(v, "__name__")}
 
 
 def configure(namespace, argv=None, where="command line"):
@@ -131,8 +129,7 @@ def check(settings, least={}, most={}, above={}, choices={}, endings={}):
              **{k: f"at most {b}" for k, b in most.items() if not settings[k] <= b},
              **{k: f"one of {', '.join(b)}" for k, b in choices.items() if settings[k] not in b},
              **{k: f"a {b} file" for k, b in endings.items() if settings[k] and not settings[k].endswith(b)}}
-    if wrong:
-        name, words = next(iter(wrong.items()))         # the first one
+    for name, words in wrong.items():                   # the first one is told
         raise UserError(f"{name} must be {words}, but is {settings[name]!r}")
 
 
