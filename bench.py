@@ -15,7 +15,6 @@ kernels, and ends with one JSON line. On a CPU it measures a small model. Speed 
 """
 import functools
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -182,28 +181,35 @@ def bench_sample(parallel):
 
 @torch.no_grad()
 def time_generation(config, dev, b, length):
-    """Fields for a row: b generations of `length` tokens side by side by a new model of random weights. capture_s:
-    seconds to build the engine, which may record CUDA graphs."""
-    with torch.device(dev):
-        model = BlockDiffusionLM(config)
-    torch.nn.init.normal_(model.head.weight, std=0.02)  # at 0 all tokens are equally likely
-    model, new_engine = open_engine("auto", model, pick_dtype("auto", dev))    # frees the original weights
-
-    started, l = time.perf_counter(), config.block_of(length)
-    n_blocks = -(-length // l)
-    # The last block is never committed. But blocks_seconds times a block after one other, also if there is only one.
-    cache = model.new_cache(b, 0 if config.full_sequence else max(n_blocks - 1, 1) * l, l)
-    sampler = Sampler(list(range(b)), decoder, tokens_per_step, mask_id=config.mask_id)
-    engine = new_engine(model, cache, sampler, l)
-    row = dict(engine=engine.name, cache_bytes=cache.nbytes, capture_s=now(dev) - started)
+    """Fields for a row: b generations of `length` tokens side by side by a new model. capture_s: seconds to build the
+    engine, which may record CUDA graphs."""
+    build = engine_builder(config, dev, b, length)
+    started = time.perf_counter()
+    engine = build()
+    n_blocks = -(-length // engine.block.xt.size(1))
+    row = dict(engine=engine.name, cache_bytes=engine.cache.nbytes, capture_s=now(dev) - started)
     if config.full_sequence:                            # all steps run over the same window
         how, (seconds, spread, _) = "step x length / p", measure(engine.step, dev, warmup, iterations)
         seconds *= -(-length // tokens_per_step)
     elif length <= WHOLE:
         how, (seconds, spread) = "whole", whole_seconds(engine, n_blocks)
     else:
-        how, (seconds, spread) = "blocks", blocks_seconds(engine, model, n_blocks)
+        how, (seconds, spread) = "blocks", blocks_seconds(engine, engine.model, n_blocks)
     return dict(row, tok_per_s=b * length / seconds, spread=spread, how=how)
+
+
+def engine_builder(config, dev, b, length):
+    """Makes a model of random weights. Returns a function that builds an engine for b generations of `length` tokens
+    by it."""
+    with torch.device(dev):
+        model = BlockDiffusionLM(config)
+    torch.nn.init.normal_(model.head.weight, std=0.02)  # at 0 all tokens are equally likely
+    model, new_engine = open_engine("auto", model, pick_dtype("auto", dev))    # frees the original weights
+    l = config.block_of(length)
+    # The last block is never committed. But blocks_seconds times a block after one other, also if there is only one.
+    cache = model.new_cache(b, 0 if config.full_sequence else max(-(-length // l) - 1, 1) * l, l)
+    sampler = Sampler(list(range(b)), decoder, tokens_per_step, mask_id=config.mask_id)
+    return functools.partial(new_engine, model, cache, sampler, l)
 
 
 def whole_seconds(engine, n_blocks):
@@ -271,8 +277,6 @@ def main(words):
 
     parallel, rows = Parallel(device), []
     machine, line = hardware(parallel.device), select_kernels(kernels, parallel.device, training=what == "train")
-    if parallel.rank > 0:
-        sys.stdout = open(os.devnull, "w")              # rank 0 prints for all
     print(f"{parallel.world} x {', '.join(f'{k} {v}' for k, v in machine.items())}, {line}")
     print(f"{'config':<22}{'length':>8}{'batch':>6}{'tokens/s':>12}{'+-':>9}{'paper, A100':>12}", flush=True)
     for row, measured in benches[what](parallel):
@@ -286,11 +290,16 @@ def main(words):
         rows.append(row)
         show(row)
 
-    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    record = json.dumps(dict(bench=what, when=when, rows=rows, hardware=machine, kernels=line))
-    print(record, flush=True)                           # before write_file, which may fail
-    write_file("" if parallel.rank else out, record + "\n")
+    write_record("" if parallel.rank else out, what, rows, hardware=machine, kernels=line)
     parallel.close()
+
+
+def write_record(path, what, rows, **about):
+    """Prints a benchmark's JSON line and writes it to the file `path`."""
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    record = json.dumps(dict(bench=what, when=when, rows=rows, **about))
+    print(record, flush=True)                           # before write_file, which may fail
+    write_file(path, record + "\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -201,8 +200,6 @@ def main():
     check(globals(), least=dict(sequences=-1, mc=1, batch_size=1, seq_len=0, limit=0, seed=0),
           choices=dict(dtype=("auto", "float32", "bfloat16")), endings=dict(out=".json"))
     parallel, results = Parallel(device), []
-    if parallel.rank > 0:
-        sys.stdout = open(os.devnull, "w")              # rank 0 prints for all
     dev, weight_dtype = parallel.device, pick_dtype(dtype, parallel.device)
     machine = dict(hardware(dev), ranks=parallel.world, dtype=str(weight_dtype), kernels=select_kernels(kernels, dev))
     print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)

@@ -140,8 +140,8 @@ def collective(op, *args):
 
 class Parallel:
     """The rank, the world size and the device of this process, read from the environment variables that torchrun sets.
-    With more than one process it starts the process group. timeout: seconds after which a collective that another rank
-    has not joined raises an error. Raises UserError for a device that this machine lacks, or if the processes do not
+    With more than one process it starts the process group, and only rank 0 still prints to stdout. timeout: seconds
+    after which a collective that another rank has not joined raises an error. Raises UserError for a device that this machine lacks, or if the processes do not
     find each other."""
 
     def __init__(self, device, timeout=300):
@@ -154,6 +154,8 @@ class Parallel:
             if local_rank >= (count := torch.cuda.device_count()):
                 raise UserError(f"this machine has {count} GPUs; start torchrun with --nproc_per_node={count}")
             self.device = torch.device(pick_device(f"cuda:{local_rank}"))
+        if self.rank > 0:
+            sys.stdout = open(os.devnull, "w")
         if self.world > 1:
             self.meet(local_rank, datetime.timedelta(seconds=timeout))
 

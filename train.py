@@ -233,14 +233,13 @@ def describe(step, losses, times, lr, norm):
 
 
 def report(rank, line, row=None):
-    """On rank 0, appends a row to the log, if there is one, and prints a line. Where it goes may be gone, such as the
-    terminal after SIGHUP: that ends no run."""
+    """Prints a line and, on rank 0, appends a row to the log if there is one. Where the line goes may be gone, such as
+    the terminal after SIGHUP: that ends no run."""
     if rank == 0 and row:
         with open(os.path.join(out_dir, "log.jsonl"), "a") as log:
             log.write(json.dumps(row) + "\n")
-    if rank == 0:
-        with contextlib.suppress(OSError):
-            print(line, flush=True)
+    with contextlib.suppress(OSError):
+        print(line, flush=True)
 
 
 def catch_signals(received):

@@ -12,9 +12,7 @@ CPU the tensors are small.
 import copy
 import dataclasses
 import functools
-import json
 import math
-import time
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +21,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import bench
 import ops
-from configurator import check, configure, script, write_file
+from configurator import check, configure, script
 from model import BlockDiffusionLM, cast_for_inference
 from checkpoint import config_from_file
 from parallel import Parallel, ShardedAdamW, hardware, pick_dtype, select_kernels
@@ -292,11 +290,8 @@ def main():
         for comparison in COMPARISONS[name](factory, on_gpu, on_gpu and bench.compile):
             rows.append(op_row(dev, ceilings, *comparison))
             show(rows[-1])
-    record = json.dumps(dict(bench="ops", when=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), rows=rows,
-                             matmul_tflops=ceilings[0] / 1e12, copy_tb_s=ceilings[1] / 1e12, hardware=hardware(dev),
-                             kernels=line))
-    print(record, flush=True)
-    write_file(bench.out, record + "\n")
+    bench.write_record(bench.out, "ops", rows, matmul_tflops=ceilings[0] / 1e12, copy_tb_s=ceilings[1] / 1e12,
+                       hardware=hardware(dev), kernels=line)
 
 
 if __name__ == "__main__":

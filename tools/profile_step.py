@@ -11,13 +11,10 @@ from collections import Counter
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench import measure, training_step
+from bench import engine_builder, measure, training_step
 from configurator import check, configure, script, write_file
-from decoders import Sampler
-from model import BlockDiffusionLM
 from checkpoint import config_from_file
-from parallel import hardware, pick_device, pick_dtype, select_kernels
-from sample import open_engine
+from parallel import hardware, pick_device, select_kernels
 
 configs = []                            # names of files in config/; []: mamba_h_350m on a GPU, laptop on a CPU
 sampling = False                        # True: profile a denoising step with an empty prefix; False: a training step
@@ -39,13 +36,8 @@ def kind_of(name):
 
 
 def denoising_step(config, dev):
-    """A function that makes one denoising step of a new model."""
-    model = BlockDiffusionLM(config).to(dev)
-    torch.nn.init.normal_(model.head.weight, std=0.02)
-    model, new_engine = open_engine("auto", model, pick_dtype("auto", dev))
-    cache = model.new_cache(batch, 0 if config.full_sequence else 8 * config.block_len, config.block_len)
-    sampler = Sampler(list(range(batch)), "random", 16, mask_id=config.mask_id)
-    return new_engine(model, cache, sampler, config.block_len).step
+    """A function that makes one denoising step of a new model, whose cache has room for eight blocks."""
+    return engine_builder(config, dev, batch, min(9 * config.block_len, config.seq_len))().step
 
 
 def kernels_of(step, dev):
