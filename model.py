@@ -577,8 +577,8 @@ class BlockDiffusionLM(nn.Module):
         Noise levels t (b, n_blocks), uniform on t_range, and is_masked (b, s): a token is masked with probability t of
         its block. generator: None, one of a CPU, or a list with one for each sequence; then a sequence's noise is the
         same in every batch. stratum (i, parts): t comes from part i of so many equal parts of t_range, counted from 0;
-        i is an int or (b, n_blocks). (0, 1) is the whole range, (2, 4) its third quarter. nelbo.strata and eval.py's
-        --stratified pass parts of it, one for each block or sample: then the mean over these varies less.
+        i is an int or (b, n_blocks). (0, 1) is the whole range, (2, 4) its third quarter. nelbo.training_noise and
+        eval.py's --stratified pass parts of it, one for each block or sample: then the mean over these varies less.
         """
         (b, s), (i, parts), (least, most) = x0.shape, stratum, t_range         # least > 0: the weight is 1 / t
         n_blocks, l = self.config.split_blocks(s)

@@ -26,18 +26,25 @@ def noise_seeds(seed, numbers):
     return [int(np.random.SeedSequence([seed, int(i)]).generate_state(1, np.uint64)[0]) % 2 ** 63 for i in numbers]
 
 
-def strata(seed, step, rows, batch_size, blocks_of_row):
-    """Shares out the range of t among the blocks_of_row blocks of each of the batch_size rows of a training step, in a
-    random order that depends on (seed, step) alone. Returns, for draw_noise, the strata of these rows
-    (len(rows), blocks_of_row) and the number of all strata."""
-    n = batch_size * blocks_of_row
-    order = permutation(seed, step, n).reshape(batch_size, blocks_of_row)      # the permutation number `step`
-    return torch.from_numpy(order[list(rows)]), n
-
-
 def noise_generators(seed, numbers):
     """A list with one CPU generator for each sequence, seeded by noise_seeds."""
     return [torch.Generator().manual_seed(s) for s in noise_seeds(seed, numbers)]
+
+
+def training_noise(x0, n_blocks, seed, step, rows, batch_size, stratified):
+    """
+    Arguments of draw_noise for `rows` of the batch_size rows of a training step, as a dict. They are a function of
+    (seed, step, row). x0: the sequences (m, s) of these rows, of n_blocks blocks each; those of one row draw one after
+    the other from its generator. stratified: all blocks of the step share out the range of t, in a random order.
+    """
+    parts = len(x0) // len(rows)                        # sequences of a row
+    generators = noise_generators(seed, [step * batch_size + row for row in rows])
+    noise = dict(generator=[g for g in generators for _ in range(parts)])
+    if stratified:
+        n = batch_size * parts * n_blocks
+        order = torch.from_numpy(permutation(seed, step, n)).view(batch_size, -1)        # permutation number `step`
+        noise["stratum"] = order[list(rows)].view(-1, n_blocks).to(x0.device), n
+    return noise
 
 
 def masked_cross_entropy(model, hidden, target, max_logits=2 ** 25):

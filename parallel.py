@@ -141,8 +141,8 @@ def collective(op, *args):
 class Parallel:
     """The rank, the world size and the device of this process, read from the environment variables that torchrun sets.
     With more than one process it starts the process group, and only rank 0 still prints to stdout. timeout: seconds
-    after which a collective that another rank has not joined raises an error. Raises UserError for a device that this machine lacks, or if the processes do not
-    find each other."""
+    after which a collective that another rank has not joined raises an error. Raises UserError for a device that this
+    machine lacks, or if the processes do not find each other."""
 
     def __init__(self, device, timeout=300):
         self.world = int(os.environ.get("WORLD_SIZE", 1))

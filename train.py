@@ -29,7 +29,7 @@ from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from configurator import UserError, check, configure, fit, script, settings_of
 from data import VOCABULARY, TokenData, bits_per_byte, byte_baselines, prepare_stdlib
 from model import BlockDiffusionLM, ModelConfig
-from nelbo import NATS, nelbo_sums, noise_generators, strata
+from nelbo import NATS, nelbo_sums, training_noise
 from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, end_if_a_rank_is_lost, micro_batches_of,
                       one_thread_if_small, pick_dtype, select_kernels)
 
@@ -135,9 +135,9 @@ def main(given):
         f"{train_data.n_tokens:,} training tokens | {batch_size} x {seq_len} tokens a step, "
         f"micro-batches: {len(micro_batches)} | from step {step} to {max_iters}{changes}")
 
-    # 5. The loop. losses (nats per token) and times (seconds) are those of the steps since the last row of the log;
-    # signals are those that this process has received. bad_steps counts the steps in a row that were not finite.
-    started, stopping, bad_steps, losses, times, signals = time.time(), False, 0, [], [], []
+    # 5. The loop. `recent` has (loss in nats per token, seconds) of each step since the last row of the log; signals
+    # are those that this process has received. bad_steps counts the steps in a row that were not finite.
+    started, stopping, bad_steps, recent, signals = time.time(), False, 0, [], []
     catch_signals(signals)
     while True:
         # Save before validating: a validation may take long, and a second Ctrl-C during it then loses nothing. So a
@@ -170,11 +170,10 @@ def main(given):
             say(f"{step:>6}/{max_iters} loss {loss:.4f} | grad {norm:.2f} | step skipped")
             continue
         optimizer.step(lr, min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0)
-        losses.append(loss)
-        times.append(time.time() - step_started)
+        recent.append((loss, time.time() - step_started))
         if step % log_interval == 0 or step == max_iters:
-            say(*describe(step, losses, times, lr, norm))
-            losses, times = [], []
+            say(*describe(step, recent, lr, norm))
+            recent = []
 
     if stopping:
         say(f"stopped at step {step}; continue with --resume --out_dir={shlex.quote(out_dir)}")
@@ -201,31 +200,26 @@ def learning_rate_at(step):
 def add_gradients(model, train_data, step, micro_batches, autocast):
     """Adds the gradients of this rank's rows of a step's batch to p.grad. Returns their share of the batch's loss, a
     tensor on the device: reading it here would wait for the device."""
-    loss, noise = 0.0, dict(t_range=(t_min, t_max))
+    loss = 0.0
     s = short_len if step < short_iters else seq_len    # tokens of a sequence
     n_blocks, _ = model.config.split_blocks(s)          # of a sequence
     for rows in micro_batches:
         # Data and noise are functions of (seed, step, row of the global batch), whichever rank runs the row.
         x0 = train_data.batch(seed, step, rows, batch_size, seq_len).view(-1, s)       # a row is seq_len / s sequences
         x0 = x0.to(model.embed.weight.device, non_blocking=True)
-        generators = noise_generators(seed, [step * batch_size + row for row in rows])
-        # The sequences of a row draw one after the other from its generator.
-        generators = [g for g in generators for _ in range(seq_len // s)]
-        if stratified:
-            stratum, n = strata(seed, step, rows, batch_size, blocks_of_row=seq_len // s * n_blocks)
-            noise["stratum"] = stratum.view(-1, n_blocks).to(x0.device), n
+        noise = training_noise(x0, n_blocks, seed, step, rows, batch_size, stratified)
         # The loss is weighted by the rows' share of the batch: so micro-batches and ranks add up to its mean.
         with autocast():
-            part = model(x0, generators, **noise) * (len(rows) / batch_size)
+            part = model(x0, t_range=(t_min, t_max), **noise) * (len(rows) / batch_size)
         part.backward()
         loss = loss + part.detach()
     return loss
 
 
-def describe(step, losses, times, lr, norm):
-    """The line on the screen and the row of the log after `step` steps. losses (nats per token), times (seconds): of
-    the steps since the last row."""
-    loss, seconds = sum(losses) / len(losses), sum(times) / len(times)
+def describe(step, recent, lr, norm):
+    """The line on the screen and the row of the log after `step` steps. recent: [(loss, seconds)] of the steps since
+    the last row, which has their means."""
+    loss, seconds = (sum(values) / len(recent) for values in zip(*recent))
     row = dict(step=step, loss=round(loss, 5), lr=lr, grad_norm=round(norm, 4), ms=round(1000 * seconds, 2),
                tok_per_s=round(batch_size * seq_len / seconds), memory=torch.cuda.max_memory_allocated())
     return (f"{step:>6}/{max_iters} loss {loss:.4f} | lr {lr:.2e} | grad {norm:.2f} | {1000 * seconds:.0f} ms | "
