@@ -10,6 +10,7 @@ the real continuations. `python eval.py --decoders` gives the likelihood. Neithe
 """
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -82,7 +83,9 @@ def continued(engine, prompts, decoder, temperature):
 
 
 def compare():
-    """Runs all models with all decoders. Returns what main writes as JSON."""
+    """Runs all models with all decoders. Returns what main writes as JSON. Raises UserError if none is given."""
+    if not (checkpoints and data):
+        raise UserError("there is nothing to compare; give --checkpoints=out/a,out/b and --data=data/mine")
     dev, rows = torch.device(pick_device(device)), []
     line, half = select_kernels("auto", dev), pick_dtype("auto", dev)
     for path in checkpoints:
@@ -98,27 +101,19 @@ def compare():
     return dict(rows=rows, kernels=line, hardware=hardware(dev), settings=settings_of(globals()))
 
 
-def draw_lines(rows, ax):
-    """Repeated 4-grams against entropy: a line over temperatures for each model and decoder; a cross is real text."""
-    for (model, decoder), points in itertools.groupby(rows, lambda row: (row["model"], row["decoder"])):
-        x, y = zip(*((row["entropy"], row["repeated"]) for row in points))
-        ax.plot(x, y, "kx" if decoder == "real text" else ".-", label=f"{model}, {decoder}")
-
-
 def main():
     check(globals(), least=dict(n_prompts=1, prompt_len=1, length=8, seed=0), endings=dict(out=".json", draw=".json"))
-    if draw:
-        with open(draw) as f:
-            record = json.load(f)
-    elif not (checkpoints and data):
-        raise UserError("there is nothing to compare; give --checkpoints=out/a,out/b and --data=data/mine")
-    else:
-        record = compare()
-        write_file(out, json.dumps(record, indent=1))
-    print_table(record["rows"], COLUMNS)
-    with picture((draw or out).removesuffix("json") + "png", xlabel="entropy of tokens, nats",
-                 ylabel="repeated 4-grams") as ax:
-        draw_lines(record["rows"], ax)
+    path = draw or out
+    if not draw:
+        write_file(path, json.dumps(compare(), indent=1))
+    rows = json.loads(Path(path).read_text())["rows"]
+    print_table(rows, COLUMNS)
+
+    # A line over temperatures for each model and decoder; a cross is real text.
+    with picture(path.removesuffix("json") + "png", xlabel="entropy of tokens, nats", ylabel="repeated 4-grams") as ax:
+        for (model, decoder), points in itertools.groupby(rows, lambda row: (row["model"], row["decoder"])):
+            x, y = zip(*((row["entropy"], row["repeated"]) for row in points))
+            ax.plot(x, y, "kx" if decoder == "real text" else ".-", label=f"{model}, {decoder}")
 
 
 if __name__ == "__main__":

@@ -80,19 +80,17 @@ class Run:
         self.base = stem if model_in(stem) == model else f"{stem} {model}"
         made_by = json.dumps({k: v for k, v in s.items() if k != "micro_batch_size"})
         digest = hashlib.sha256(made_by.encode()).hexdigest()[:8]
-        self.folder = os.path.join(out_dir, re.sub(r"[^\w.+-]", "-", f"{self.name.replace(' ', '+')}-{digest}"))
+        self.folder = Path(out_dir, re.sub(r"[^\w.+-]", "-", f"{self.name.replace(' ', '+')}-{digest}"))
         self.eval_words = [f"--data={s['data']}", f"--device={s['device']}",
                            *(f"--{word}" for word in eval_settings.split()),
-                           f"--checkpoint={self.path('ckpt.pt')}", f"--out={self.path('eval.json')}"]
+                           f"--checkpoint={self.folder / 'ckpt.pt'}", f"--out={self.folder / 'eval.json'}"]
         self.eval_settings = settings_of(vars(evaluation))
         configure(self.eval_settings, self.eval_words, "eval_settings")
 
-    def path(self, name):
-        return os.path.join(self.folder, name)
-
     def log(self):
         """The rows of log.jsonl so far, see `read_log`."""
-        return read_log(self.path("log.jsonl")) if os.path.exists(self.path("log.jsonl")) else []
+        path = self.folder / "log.jsonl"
+        return read_log(path) if path.exists() else []
 
     def trained(self):
         """Whether the training has ended: its last checkpoint is saved before the last validation is logged."""
@@ -101,32 +99,32 @@ class Run:
     def report(self):
         """eval.py's result, if it was made with the present eval_settings; else None."""
         with contextlib.suppress(FileNotFoundError):
-            record = json.loads(Path(self.path("eval.json")).read_text())
+            record = json.loads((self.folder / "eval.json").read_text())
             return record["results"][0] if record["settings"] == self.eval_settings else None
 
     def start(self, place, threads):
         """Starts the next process of this run, train.py or eval.py, on a place. train.py continues from a checkpoint if
-        there is one. The process prints to <job>.txt in the run's folder. It has a session of its own, so that Ctrl-C
-        reaches only sweep.py, which then stops it."""
+        there is one. The process prints to the file `printed`, <job>.txt in the run's folder. It has a session of its
+        own, so that Ctrl-C reaches only sweep.py, which then stops it."""
         self.job, words = "eval", self.eval_words
         os.makedirs(self.folder, exist_ok=True)
         if not self.trained():
             self.job, words = "train", [*self.words, f"--out_dir={self.folder}"]
-            if os.path.exists(self.path("ckpt.pt")):
+            if (self.folder / "ckpt.pt").exists():
                 words.append("--resume")
             else:                                       # it may have ended before its first checkpoint: begin again
-                Path(self.path("log.jsonl")).unlink(missing_ok=True)
+                (self.folder / "log.jsonl").unlink(missing_ok=True)
         environment = dict(os.environ, OMP_NUM_THREADS=str(threads), PYTHONUNBUFFERED="1", CUDA_VISIBLE_DEVICES=place)
-        print(f"{self.job}.py: {self.name}, prints to {self.path(self.job)}.txt", flush=True)
-        with open(self.path(f"{self.job}.txt"), "w") as log:
+        self.printed = self.folder / f"{self.job}.txt"
+        print(f"{self.job}.py: {self.name}, prints to {self.printed}", flush=True)
+        with open(self.printed, "w") as log:
             return subprocess.Popen([sys.executable, str(ROOT / f"{self.job}.py"), *words], stdout=log, stderr=log,
                                     env=environment, start_new_session=True)
 
     def why(self, status):
         """An error message for a process that failed: the last line that it printed."""
-        path = self.path(f"{self.job}.txt")
-        said = ["", *filter(str.strip, Path(path).read_text(errors="replace").splitlines())]
-        return f"{self.name}: {self.job}.py ended with status {status}: {said[-1]} ({path})"
+        said = ["", *filter(str.strip, self.printed.read_text(errors="replace").splitlines())]
+        return f"{self.name}: {self.job}.py ended with status {status}: {said[-1]} ({self.printed})"
 
 
 def model_in(base):
