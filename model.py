@@ -228,10 +228,7 @@ class Attention(nn.Module):
 
         # (b * n_blocks, l, d) -> (b, s, d): the noisy blocks follow each other, and the mask keeps them apart.
         q, k, v = self.project(noisy.unflatten(0, (b, -1)).flatten(1, 2), rope_all)    # (b, h, s, e) each
-
-        if last:
-            q_clean = None
-        y_clean, y = ops.two_stream_attention((q_clean, k_clean, v_clean), (q, k, v), masks)
+        y_clean, y = ops.two_stream_attention((None if last else q_clean, k_clean, v_clean), (q, k, v), masks)
         y_clean = None if last else self.merge(y_clean)                        # (b, s - l, d)
         return y_clean, self.merge(y).view_as(noisy)                           # (b * n_blocks, l, d)
 
@@ -240,16 +237,14 @@ class Attention(nn.Module):
         keys and values of u to the cache."""
         q, k, v = self.project(u, rope)                                        # (b, h, m, e) each
         y = ops.cached_attention(q, k, v, *state, lengths, block_len)          # (b, h, m, e)
-        self.append(k, v, state, lengths)
-        return self.merge(y)                                                   # (b, m, d)
 
-    def append(self, k, v, state, lengths):
-        """Writes k and v (b, h, m, e) into the cache, after the lengths (b,) tokens of each row."""
+        # Each row has its own length, and its new tokens come after that.
         rows = torch.arange(len(k), device=k.device)[:, None]                  # (b, 1)
         positions = lengths[:, None] + torch.arange(k.size(2), device=k.device)        # (b, m)
         for cached, new in zip(state, (k, v)):          # cached (b, h, max_len, e), new (b, h, m, e)
             # A slice between two index tensors: the indexed axes (b, m) come first, so both sides are (b, m, h, e).
             cached[rows, :, positions] = new.transpose(1, 2)
+        return self.merge(y)                                                   # (b, m, d)
 
     def denoise(self, u, state, lengths, rope):
         """One noisy block u (b, l, d) -> (b, l, d): attends to the cached prefix and to itself. Writes nothing."""
@@ -272,7 +267,7 @@ class Mamba2(nn.Module):
         self.conv_bias = nn.Parameter(torch.empty(di + 2 * n))
         self.A_log = nn.Parameter(torch.empty(self.heads))
         self.dt_bias = nn.Parameter(torch.empty(self.heads))
-        self.D = nn.Parameter(torch.empty(self.heads))
+        self.D = nn.Parameter(torch.ones(self.heads))
         self.norm_weight = nn.Parameter(torch.ones(di))
         self.out_proj = nn.Linear(di, d, bias=False)
 
@@ -332,12 +327,10 @@ class BiMamba(nn.Module):
     def scan_both(self, u, conv=None, ssm=None):
         """Eq. partial-reverse. Noisy blocks u (r, l, d) -> (r, l, d): a forward scan from their boundary states (None:
         zeros), plus a reverse scan from zeros. The reverse scan never leaves its block, so no cached state needs it."""
-        y_fwd = self.fwd(u, conv, ssm, want_states=False)[0]                   # forward: i sees the prefix and 0..i
-        if not self.reverse_scan:
-            return y_fwd
-        # Its convolution, too, starts from zeros at the end of the block.
-        y_rev = self.rev(u.flip(1), want_states=False)[0].flip(1)              # reverse: i sees i..l-1 of its block
-        return y_fwd + y_rev                                                   # their sum, (r, l, d)
+        y = self.fwd(u, conv, ssm, want_states=False)[0]                       # forward: i sees the prefix and 0..i
+        if self.reverse_scan:                           # its convolution, too, starts from zeros at the block's end
+            y = y + self.rev(u.flip(1), want_states=False)[0].flip(1)          # reverse: i sees i..l-1 of its block
+        return y                                                               # (r, l, d)
 
     def two_stream(self, clean, noisy, rope_all, masks, last):
         """clean (b, s - l, d), noisy (b * n_blocks, l, d) -> the same shapes. The last layer returns its clean output
@@ -399,9 +392,8 @@ class Layer(nn.Module):
 
     def modulation(self, cond):
         """Conditioning cond (m, 1, d) -> Modulation. None: nothing is modulated."""
-        if cond is None:
-            return Modulation()
-        return Modulation(*self.adaln(cond).split(cond.size(-1), -1))          # (m, 1, d) each; hybrids have two
+        parts = () if cond is None else self.adaln(cond).split(cond.size(-1), -1)
+        return Modulation(*parts)                                              # (m, 1, d) each; hybrids have two
 
     def mixer_input(self, stream, mod):
         """The normalised and modulated residual stream."""
@@ -492,7 +484,6 @@ class BlockDiffusionLM(nn.Module):
                 module.A_log.uniform_(1, 16).log_()
                 dt = module.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp()
                 module.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))        # softplus of this is dt
-                nn.init.ones_(module.D)
 
     @property
     def n_params(self):
@@ -510,8 +501,7 @@ class BlockDiffusionLM(nn.Module):
         """cos and sin of positions 0..length-1, (2, length, e / 2). Raises UserError beyond the rotary capacity."""
         config, weight = self.config, self.embed.weight
         if length > config.rope_capacity:
-            raise UserError(f"{length} tokens are beyond the rotary capacity of {config.rope_capacity}; "
-                            f"ask for a shorter length")
+            raise UserError(f"{length} tokens are beyond the rotary capacity of {config.rope_capacity}; ask for fewer")
         # At least seq_len positions, so that short requests share one table.
         return rope_table(max(length, config.seq_len), config.d_model // config.n_head, config.rope_theta,
                           weight.device, ops.at_least_fp32(weight.dtype))[:, :length]
@@ -617,7 +607,7 @@ class BlockDiffusionLM(nn.Module):
 
     def new_cache(self, batch, max_len, block_len=None):
         """An empty cache for `batch` rows of at most max_len finished tokens each. An active block of block_len tokens
-        (default: the model's) may follow them. Raises UserError if max_len is beyond the rotary capacity."""
+        (default: the model's) may follow them. Raises UserError if the two are beyond the rotary capacity."""
         config, weight = self.config, self.embed.weight
         kv = (batch, config.n_head, max_len, config.d_model // config.n_head)
         conv = (batch, config.conv_width - 1, config.d_inner + 2 * config.d_state)
@@ -629,11 +619,8 @@ class BlockDiffusionLM(nn.Module):
                 layers.append((weight.new_zeros(kv), weight.new_zeros(kv)))
             else:
                 layers.append((weight.new_zeros(conv), weight.new_zeros(ssm, dtype=ops.at_least_fp32(weight.dtype))))
-        # Positions of the active block, too, as far as the capacity allows. `rope` refuses a max_len beyond that.
-        with_active = max_len + (block_len or config.block_len)
-        positions = max(max_len, min(with_active, config.rope_capacity))
         lengths = torch.zeros(batch, dtype=torch.long, device=weight.device)
-        return Cache(layers, lengths, max_len, self.rope(positions))
+        return Cache(layers, lengths, max_len, self.rope(max_len + (block_len or config.block_len)))
 
     @torch.no_grad()
     def prefill(self, x0, cache, chunk_tokens=4096, progress=iter):

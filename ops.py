@@ -17,9 +17,9 @@ repository is imported. Shapes use the letters of model.py; b is any number of r
     python -m pytest tests/test_ops.py                its tests
     python -m tools.compare_ops                       time it beside libraries
 """
-import contextlib
 import functools
 import math
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -47,17 +47,10 @@ def replaceable(op):
     return run
 
 
-@contextlib.contextmanager
 def plain():
     """A context in which FAST is empty, so that every operation runs as written here. For tests and comparisons.
     `op.plain` replaces one operation only: other operations that it calls are still looked up in FAST."""
-    kept = dict(FAST)
-    FAST.clear()
-    try:
-        yield
-    finally:
-        FAST.clear()
-        FAST.update(kept)
+    return mock.patch.dict(FAST, clear=True)            # afterwards FAST is as it was before
 
 
 def at_least_fp32(dtype):
