@@ -224,11 +224,9 @@ class TokenData:
         micro-batches, or on where a run was resumed.
         """
         n = self.n_windows(seq_len)
-        out = np.empty((len(rows), seq_len), np.int64)
-        for i, row in enumerate(rows):
-            epoch, place = divmod(step * batch_size + int(row), n)
-            out[i] = self.window(int(permutation(seed, epoch, n)[place]), seq_len)
-        return torch.from_numpy(out)
+        places = [divmod(step * batch_size + row, n) for row in rows]          # (epoch, place in its order) of each row
+        numbers = [int(permutation(seed, epoch, n)[place]) for epoch, place in places]
+        return torch.from_numpy(np.stack([self.window(number, seq_len) for number in numbers]))
 
     def sequences(self, seq_len, count=None):
         """`count` windows, spread evenly over the split and in order: int64 (n, seq_len). All of them if count is None,

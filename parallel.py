@@ -82,18 +82,17 @@ def select_kernels(setting, device, training=True):
     """
     check(dict(kernels=setting), choices=dict(kernels=("auto", "torch", "mamba_ssm")))
     ops.FAST.clear()
-    able = ampere_or_later(device) and has_fast()
+    if setting == "torch" or (setting == "auto" and torch.device(device).type != "cuda"):
+        return "kernels: plain"
+    if not (ampere_or_later(device) and has_fast()):
+        needs = "a GPU of compute capability 8.0 or more, and the folder fast/"
+        if setting == "mamba_ssm":
+            raise UserError(f"kernels=mamba_ssm needs {needs}; this is {device}; use --kernels=auto")
+        return f"kernels: plain (bf16 and fast/ need {needs})"
+
     if setting == "mamba_ssm":
-        if not able:
-            raise UserError(f"kernels=mamba_ssm needs a GPU of compute capability 8.0 or more, and the folder fast/; "
-                            f"this is {device}; use --kernels=auto")
         from fast import mamba_ssm
         return mamba_ssm.select()
-
-    if setting == "torch" or torch.device(device).type != "cuda":
-        return "kernels: plain"
-    if not able:
-        return "kernels: plain (bf16 and fast/ need a GPU of compute capability 8.0 or more, and the folder fast/)"
     import fast
     return fast.select(device, training)
 
