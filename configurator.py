@@ -7,8 +7,7 @@ user can correct into one sentence.
     python sample.py --length 65536
 
     learning_rate = 2e-3                # peak (lr): a global with a plain value is a setting, and this is its --help
-    with script("train.py"):
-        configure(globals())            # files and flags in the order given: the last one counts
+    with script("train.py", globals()): # files and flags in the order given: the last one counts
         check(globals(), above=dict(learning_rate=0))
         main()
 
@@ -160,12 +159,13 @@ def write_file(path, content):
 
 
 @contextlib.contextmanager
-def script(name):
-    """A context for the body of a script. What the user can correct ends it with one sentence on stderr and status 1:
+def script(name, namespace=None):
+    """A context for the body of a script; with its globals() as `namespace` they are configured first, and the context
+    is what `configure` returns. What the user can correct ends the script with one sentence on stderr and status 1:
     a UserError, a missing package, a file or a stdout that cannot be read or written, too little memory. Ctrl-C, after
     the imports, ends it with status 130; a closed pipe, in silence, with 141."""
     try:
-        yield
+        yield configure(namespace) if namespace else None
         sys.stdout.flush()                              # at the exit of Python, a closed pipe would print an error
     except BrokenPipeError:                             # the reader of stdout, such as `head`, has ended
         os._exit(141)

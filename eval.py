@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from checkpoint import open_checkpoint
-from configurator import ROOT, check, configure, script, settings_of, write_file
+from configurator import ROOT, check, script, settings_of, write_file
 from data import TokenData, batches, bits_per_byte, prepare_stdlib
 from decoders import ActiveBlock, sampler_of
 from model import cast_for_inference
@@ -214,6 +214,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with script("eval.py"):
-        configure(globals())
+    with script("eval.py", globals()):
         main()

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 import ops
 from checkpoint import copy_row, fingerprint, load_prompt, open_checkpoint, save_prompt
-from configurator import UserError, check, configure, script
+from configurator import UserError, check, script
 from decoders import AS_SURE, ActiveBlock, Sampler, select
 from model import Attention, BiMamba, cast_for_inference
 from parallel import has_fast, one_thread_if_small, pick_device, pick_dtype, select_kernels
@@ -351,7 +351,6 @@ def main():
 
 
 if __name__ == "__main__":
-    with script("sample.py"):
+    with script("sample.py", globals()):
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # main prints what it has, as on Ctrl-C
-        configure(globals())
         main()

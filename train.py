@@ -26,7 +26,7 @@ import time
 import torch
 
 from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from configurator import UserError, check, configure, fit, script, settings_of
+from configurator import UserError, check, fit, script, settings_of
 from data import VOCABULARY, TokenData, bits_per_byte, byte_baselines, prepare_stdlib
 from model import BlockDiffusionLM, ModelConfig
 from nelbo import NATS, nelbo_sums, training_noise
@@ -345,5 +345,5 @@ def new_folder():
 
 
 if __name__ == "__main__":
-    with end_if_a_rank_is_lost("train.py"), script("train.py"):
-        main(configure(globals()))
+    with end_if_a_rank_is_lost("train.py"), script("train.py", globals()) as given:
+        main(given)

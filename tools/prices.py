@@ -7,7 +7,7 @@ pass where block lengths differ.
 """
 import json
 
-from configurator import UserError, check, configure, script
+from configurator import UserError, check, script
 from tools import picture, print_table
 
 # ----------------------------------------------------------------------------------------------
@@ -48,6 +48,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with script("prices.py"):
-        configure(globals())
+    with script("prices.py", globals()):
         main()

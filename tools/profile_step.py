@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench import engine_builder, measure, training_step
-from configurator import check, configure, script, write_file
+from configurator import check, script, write_file
 from checkpoint import config_from_file
 from parallel import hardware, pick_device, select_kernels
 
@@ -75,6 +75,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with script("profile_step.py"):
-        configure(globals())
+    with script("profile_step.py", globals()):
         main()

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import open_checkpoint
-from configurator import UserError, check, configure, script, settings_of, write_file
+from configurator import UserError, check, script, settings_of, write_file
 from data import TokenData
 from decoders import sampler_of
 from nelbo import noise_seeds
@@ -117,6 +117,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with script("quality.py"):
-        configure(globals())
+    with script("quality.py", globals()):
         main()

@@ -295,9 +295,8 @@ def main():
 
 
 if __name__ == "__main__":
-    with script("sweep.py"):
+    with script("sweep.py", globals()):
         for _number in (signal.SIGTERM, signal.SIGHUP):         # as Ctrl-C; nohup ignores SIGHUP
             if signal.getsignal(_number) != signal.SIG_IGN:
                 signal.signal(_number, signal.default_int_handler)
-        configure(globals())
         main()

@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 import torch
 
 from checkpoint import open_checkpoint
-from configurator import check, configure, script, write_file
+from configurator import check, script, write_file
 from decoders import AS_SURE, sampler_of
 from parallel import pick_device, select_kernels
 from sample import generate, plan
@@ -150,6 +150,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with script("unmasking.py"):
-        configure(globals())
+    with script("unmasking.py", globals()):
         main()
