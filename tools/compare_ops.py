@@ -48,10 +48,10 @@ def with_backward(f, inputs, weights=()):
 
 def both_passes(name, ours, others, flops, weights=()):
     """
-    Comparisons of the forward pass, and of forward and backward. ours: (function, inputs). others: {name: (function, or
-    a text that says why it is missing, inputs)}. weights: further inputs, which the functions know. The bytes counted:
-    forward reads inputs and writes outputs; backward reads inputs and the gradients of outputs, and writes the
-    gradients of inputs. Backward counts twice the FLOPs of forward; recomputation is not counted.
+    Comparisons of the forward pass, and of forward and backward. ours: (function, inputs). others: {name: (function,
+    inputs)}. weights: further inputs, which the functions know. The bytes counted: forward reads inputs and writes
+    outputs; backward reads inputs and the gradients of outputs, and writes the gradients of inputs. Backward counts
+    twice the FLOPs of forward; recomputation is not counted.
     """
     def forward(f, inputs):
         return torch.no_grad()(lambda: f(*inputs))
@@ -60,21 +60,14 @@ def both_passes(name, ours, others, flops, weights=()):
             ("forward", forward, (flops, read + written)),
             ("forward + backward", functools.partial(with_backward, weights=weights),
              (3 * flops, 3 * read + 2 * written))):
-        rivals = {k: f if isinstance(f, str) else wrap(f, inputs) for k, (f, inputs) in others.items()}
+        rivals = {name: wrap(*other) for name, other in others.items()}
         yield f"{name}, {what}", wrap(*ours), rivals, *work
-
-
-def optional(load):
-    """What load() returns, or a text that says why it failed. A library built for another torch can raise anything."""
-    try:
-        return load()
-    except Exception as error:
-        return "not installed" if isinstance(error, ImportError) else f"broken: {error!r:.60}"
 
 
 # ----------------------------------------------------------------------------------------------
 # The operations. factory: device and dtype of the tensors. big: full size, on a GPU; else small tensors for a test.
-# compiled: apply torch.compile to plain functions that gain from it.
+# compiled: apply torch.compile to plain functions that gain from it. A function imports its library when it is called:
+# so a row says which one is missing.
 
 def mixer_rows(factory, big, compiled):
     """A Mamba mixer in training: on a clean stream, which returns the states before every block, and on noisy blocks,
@@ -92,10 +85,10 @@ def mixer_rows(factory, big, compiled):
                 select()
                 return run(*inputs)
         return call
-    def load():
+    def select_mamba_ssm():
         from fast import mamba_ssm
         mamba_ssm.library()                             # imports the package also without its CUDA extension
-        return with_kernels(mamba_ssm.select)
+        mamba_ssm.select()
     (c, w), h, n, di = mixer.conv_weight.shape, mixer.heads, mixer.d_state, mixer.d_inner
     for form, rows, m in (("clean stream", b, s - l), ("noisy rows", b * s // l, l)):
         inputs = torch.randn(rows, m, config.d_model, **factory), None, None, l
@@ -105,7 +98,7 @@ def mixer_rows(factory, big, compiled):
         products = mixer.in_proj.weight.numel() + mixer.out_proj.weight.numel()
         flops = 2 * rows * m * (products + 64 * n + 64 * di + 2 * n * di)      # chunks of 64
         yield from both_passes(f"mixer, {form}", (run, inputs), {
-            "mamba-ssm": (optional(load), inputs),
+            "mamba-ssm": (with_kernels(select_mamba_ssm), inputs),
             "torch.compile of plain" if big else "plain torch": (with_kernels(lambda: None), inputs)},
             flops, [*mixer.parameters()])
 
@@ -120,19 +113,17 @@ def sdpa(big, **options):
     return {name: functools.partial(attend, backend) for name, backend in kinds.items()}
 
 
-def flash_attention_4(block_mask=None, **options):
-    """flash-attn-4 called directly, with a BlockMask or without one; or a text that says why it is missing."""
-    def load():
-        from flash_attn.cute import flash_attn_func
-        from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch as Blocks
-        if block_mask is not None:
-            m, size = block_mask, block_mask.BLOCK_SIZE
-            options["block_sparse_tensors"] = Blocks(
-                m.kv_num_blocks, m.kv_indices, m.full_kv_num_blocks, m.full_kv_indices, block_size=size)
-            options["block_sparse_tensors_bwd"] = Blocks(
-                m.q_num_blocks, m.q_indices, m.full_q_num_blocks, m.full_q_indices, block_size=size)
-        return lambda *qkv: flash_attn_func(*(x.transpose(1, 2) for x in qkv), **options)[0].transpose(1, 2)
-    return optional(load)
+def flash_attention_4(*qkv, block_mask=None, **options):
+    """flash-attn-4 called directly, with a BlockMask or without one."""
+    from flash_attn.cute import flash_attn_func
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch as Blocks
+    if block_mask is not None:
+        m, size = block_mask, block_mask.BLOCK_SIZE
+        options["block_sparse_tensors"] = Blocks(
+            m.kv_num_blocks, m.kv_indices, m.full_kv_num_blocks, m.full_kv_indices, block_size=size)
+        options["block_sparse_tensors_bwd"] = Blocks(
+            m.q_num_blocks, m.q_indices, m.full_q_num_blocks, m.full_q_indices, block_size=size)
+    return flash_attn_func(*(x.transpose(1, 2) for x in qkv), **options)[0].transpose(1, 2)
 
 
 def attention_rows(factory, big, compiled):
@@ -148,12 +139,12 @@ def attention_rows(factory, big, compiled):
         def ours(*qkv):
             return ops.two_stream_attention(qkv[:3] if length < s else (qkv[0][:, :, :0],) * 3, qkv[-3:], masks)
         if length == s:
-            others = {k: (f, inputs) for k, f in sdpa(big).items()} | {"FA4": (flash_attention_4(), inputs)}
+            others = {k: (f, inputs) for k, f in sdpa(big).items()} | {"FA4": (flash_attention_4, inputs)}
         else:
             others = {f"{k}, causal": (f, causal) for k, f in sdpa(big, is_causal=True).items()}
-            others["FA4, causal"] = flash_attention_4(causal=True), causal
+            others["FA4, causal"] = functools.partial(flash_attention_4, causal=True), causal
             if big:
-                others["FA4, sparse"] = flash_attention_4(masks[0]), joined
+                others["FA4, sparse"] = functools.partial(flash_attention_4, block_mask=masks[0]), joined
                 others["FlexAttention, Triton"] = (
                     functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=masks[0]), joined)
         yield from both_passes(name, (ours, inputs), others, work)
@@ -180,18 +171,19 @@ def block_attention_rows(factory, big, compiled):
 
 def cross_entropy_rows(factory, big, compiled):
     """Head and loss. Liger's loss has no token weights, so it does less work."""
-    def load():
+    @functools.cache
+    def liger():
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-        fused = LigerFusedLinearCrossEntropyLoss(reduction="sum")
-        return with_backward(lambda x, w: fused(w[:-1], x, target), (hidden, head))
+        return LigerFusedLinearCrossEntropyLoss(reduction="sum")
     m, d, v = (32768, 896, 50258) if big else (128, 32, 500)
     hidden, head = torch.randn(m, d, **factory), 0.02 * torch.randn(v, d, **factory)
     target = torch.randint(0, v - 1, (m,), device=factory["device"])
     weight = torch.rand(m, device=factory["device"]) + 1
     def with_gradients(f):
         return with_backward(lambda x, w: f(x, w, target, weight), (hidden, head))
+    unweighted = with_backward(lambda x, w: liger()(w[:-1], x, target), (hidden, head))
     yield ("linear cross-entropy, forward + backward", with_gradients(ops.linear_cross_entropy), {
-        "F.cross_entropy on all logits": with_gradients(ops.linear_cross_entropy.plain), "Liger": optional(load)},
+        "F.cross_entropy on all logits": with_gradients(ops.linear_cross_entropy.plain), "Liger": unweighted},
         6 * m * d * (v - 1), 3 * (hidden.nbytes + head.nbytes), 1, False)
 
 
@@ -229,9 +221,9 @@ def measured_ceilings(dev):
 
 
 def op_row(dev, ceilings, op, ours, others, flops, nbytes, count=1, graph=True):
-    """The row of one comparison. ours: our function. others: {name: a library's function, or a text that says why it is
-    missing}. A call runs the operation `count` times, with `flops` and `nbytes` each. graph: time it as a CUDA graph,
-    which excludes the host's time. of_limit: the share of the hardware's limit that we reach."""
+    """The row of one comparison. ours: our function. others: {name: a library's function}. A call runs the
+    operation `count` times, with `flops` and `nbytes` each. graph: time it as a CUDA graph, which excludes the host's
+    time. of_limit: the share of the hardware's limit that we reach."""
     row = dict(op=op, flops=flops, bytes=nbytes, **timed(ours, dev, count, graph))
     row["limit_ms"] = 1000 * max(flops / ceilings[0], nbytes / ceilings[1])
     row["of_limit"] = row["limit_ms"] / row.get("ms", math.inf)
@@ -240,13 +232,13 @@ def op_row(dev, ceilings, op, ours, others, flops, nbytes, count=1, graph=True):
 
 def timed(f, dev, count, graph):
     """Fields for a row: the milliseconds of f, which runs an operation `count` times, and their spread. As a CUDA
-    graph, the time excludes that of the host. If f is text, it says why it cannot run."""
-    if isinstance(f, str):
-        return dict(error=f)
+    graph, the time excludes that of the host. If f cannot run, its `error` says why."""
     bench.release()
     try:
         run = captured(f) if dev.type == "cuda" and graph else f
         median, spread, _ = bench.measure(run, dev, bench.warmup, bench.iterations)
+    except ImportError:
+        return dict(error="not installed")
     except Exception as error:                          # a library may fail in any way: the row says so
         return dict(error=f"failed: {type(error).__name__}: {str(error)[:80]!r}")
     return dict(ms=1000 * median / count, spread=spread)
