@@ -49,7 +49,6 @@ TAKES = dict(                       # the arguments that each command takes
 BATCH = 256                         # documents in memory at a time; threads tokenise them
 VAL_BYTES = 10 ** 6                 # of the files, kept for validation without --val and --val_fraction: at most this
 SYNC_SECONDS = 1                    # between two records of what is on the disk: syncing takes up to 10 ms
-END_OF_TEXT = "<|endoftext|>"
 AGAIN, ELSEWHERE = "run the same command again and it continues", "choose another --out"
 
 # One input file. name: its ending determines the format. fetch(): returns the path, after a download if necessary.
@@ -409,7 +408,7 @@ def parse_arguments(argv):
     parser.add_argument("--tokens", type=float, help="stop here; c4 and paloma: by default 256 x 8192")
     parser.add_argument("--val_fraction", type=float, help="share of the text for validation")
     parser.add_argument("--split_on", type=unescaped, default="", metavar="TEXT",
-                        help=f"ends a document, for example {END_OF_TEXT}, or \\n\\n for an empty line")
+                        help="ends a document, for example <|endoftext|>, or \\n\\n for an empty line")
     parser.add_argument("--text_key", default="text", metavar="NAME", help="the field of the text (default: text)")
     parser.add_argument("--skip_bad", action="store_true", help="report bad documents and go on")
     args = parser.parse_intermixed_args(argv)

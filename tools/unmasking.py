@@ -5,9 +5,9 @@ byte, and a frame is around the active block. It repeats, and follows the viewer
     python -m tools.unmasking --checkpoint=assets/novelist --temperature=0.6 --prompt="The old house " --length=178 \\
         --decoders=random:1,strided:2 --seed=1340 --out=assets/unmasking.svg
 """
-import codecs
 import itertools
 import math
+import re
 from xml.sax.saxutils import escape
 
 import torch
@@ -75,12 +75,10 @@ def record(model, tokenizer, decoder):
 
 
 def letters(data):
-    """Yields (begin, end, letter) of the letters of UTF-8 bytes. What is no letter becomes \ufffd."""
-    utf8, begin = codecs.getincrementaldecoder("utf-8")("replace"), 0
-    for end in range(1, len(data) + 1):
-        if letter := utf8.decode(data[end - 1:end], final=end == len(data)):
-            yield begin, end, letter
-            begin = end
+    """Yields (begin, end, letter) of the letters of UTF-8 bytes: a first byte and those that continue it, or else one
+    byte. What is no letter becomes \ufffd."""
+    for found in re.finditer(rb"(?s)[\xc0-\xff][\x80-\xbf]*|.", data):
+        yield *found.span(), found[0].decode(errors="replace")
 
 
 def height(found):
