@@ -65,12 +65,6 @@ def generate_naive(model, prompt, length, sampler):
     return tokens[:, :total]
 
 
-def check_decoder(settings):
-    """Raises UserError for the first value in `settings`, a dict of a Sampler's fields, that is out of bounds."""
-    check(settings, least=dict(tokens_per_step=1, threshold=0, entropy_bound=0, temperature=0, top_k=0),
-          most=dict(threshold=1, top_p=1), above=dict(top_p=0), choices=dict(decoder=DECODERS))
-
-
 @dataclasses.dataclass
 class Sampler:
     """
@@ -89,7 +83,9 @@ class Sampler:
     mask_id: int = dataclasses.field(kw_only=True)      # the model's
 
     def __post_init__(self):
-        check_decoder(vars(self))
+        """Raises UserError for the first value that is out of bounds."""
+        check(vars(self), least=dict(tokens_per_step=1, threshold=0, entropy_bound=0, temperature=0, top_k=0),
+              most=dict(threshold=1, top_p=1), above=dict(top_p=0), choices=dict(decoder=DECODERS))
         if self.decoder == "first_hitting":
             self.tokens_per_step = 1
 

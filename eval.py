@@ -9,7 +9,6 @@ its standard error; and the price of decoders on real text. Question sets are in
 
 train.py's validation takes fewer sequences and more noise: `--sequences=64 --mc=2` gives its last number.
 """
-import dataclasses
 import functools
 import hashlib
 import json
@@ -147,7 +146,7 @@ def price_decoders(model, tokenizer, folder, parallel, autocast):
     """The price of text of a prepared folder for each of the setting `decoders`, a dict. Prints it. A collective."""
     (x, n_bytes, about), mask_id = windows_of(model, tokenizer, folder), model.config.mask_id
     n_blocks, l = model.config.split_blocks(x.size(1))
-    # The seeds are replaced for each batch below.
+    # Made here, a wrong name is refused before any work. For each batch they are made again, with its seeds.
     samplers = [sampler_of(decoder, seeds=[], mask_id=mask_id) for decoder in decoders]
     found = np.zeros((len(x), 2, len(decoders)))                               # nats, and passes a block
     mine = range(parallel.rank, len(x), parallel.world)
@@ -155,8 +154,8 @@ def price_decoders(model, tokenizer, folder, parallel, autocast):
     with progress(parallel, "decoders", len(mine) * most, "pass") as bar, autocast():
         for rows in batches(mine, batch_size):
             x0, seeds = x[list(rows)].to(parallel.device), np.repeat(noise_seeds(seed, rows), n_blocks)
-            for i, sampler in enumerate(samplers):
-                found[rows, :, i] = price(model, x0, dataclasses.replace(sampler, seeds=seeds), bar).T
+            for i, decoder in enumerate(decoders):
+                found[rows, :, i] = price(model, x0, sampler_of(decoder, seeds=seeds, mask_id=mask_id), bar).T
 
     nats, passes = gather(parallel, found).transpose(1, 2, 0)                  # (decoders, n) each
     prices = {}

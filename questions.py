@@ -66,10 +66,9 @@ def masked_hidden(model, texts, begin, l, rows):
     different, owner = np.unique([text for text, _ in rows], return_inverse=True)
     cache = model.new_cache(len(different), begin, l)
     model.prefill(torch.tensor([texts[text][:begin] for text in different], dtype=torch.long, device=device), cache)
-    cache = cache[owner]                                # one row for each row
 
     # The noise level is the masked fraction, as in sampling. Only timestep conditioning uses it.
-    hidden = model.denoise_hidden(xt, cache, (xt == mask_id).float().mean(1))  # (rows, l, d)
+    hidden = model.denoise_hidden(xt, cache[owner], (xt == mask_id).float().mean(1))           # (rows, l, d)
     return [(text, at, h[torch.tensor(at) - begin]) for (text, _), at, h in zip(rows, masked, hidden)]
 
 
@@ -150,12 +149,11 @@ def answer_requests(model, tokenizer, requests, parallel, batch_size):
 def evaluate_tasks(model, tokenizer, parallel, tasks, include_path, limit, batch_size):
     """Prints the harness's table of these tasks, and returns its figures, {task: {metric: value}}. The arguments are
     settings of eval.py. A collective: the harness runs on every rank, and asks all of them the same."""
-    import lm_eval
-    from lm_eval.api.model import LM
-    from lm_eval.tasks import TaskManager
-    from lm_eval.utils import make_table
+    import lm_eval.api.model
+    import lm_eval.tasks
+    import lm_eval.utils
 
-    class Adapter(LM):
+    class Adapter(lm_eval.api.model.LM):
         """A model as the harness sees it."""
 
         def loglikelihood(self, requests):
@@ -167,10 +165,10 @@ def evaluate_tasks(model, tokenizer, parallel, tasks, include_path, limit, batch
         def generate_until(self, requests):
             raise UserError("a task asks for generated text, but eval.py only scores given answers; leave it out")
 
-    known = TaskManager(include_path=include_path or None)
+    known = lm_eval.tasks.TaskManager(include_path=include_path or None)
     if unknown := [name for name in tasks if not known.match_tasks([name])]:
         raise UserError(f"the harness has no task '{unknown[0]}'; python -m lm_eval ls tasks lists those that it has")
     found = lm_eval.simple_evaluate(Adapter(), tasks=tasks, task_manager=known, limit=limit or None)
     if found:                                           # None where LOCAL_RANK is not 0
-        print(make_table(found), CHANCE, sep="\n")
+        print(lm_eval.utils.make_table(found), CHANCE, sep="\n")
     return found and found["results"]

@@ -166,7 +166,7 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
     blocks = [(row[start:] + [mask] * length + suffix + [mask] * l)[:l] for row, start in zip(rows, starts)]
     n_masked = max(block.count(mask) for block in blocks)
     active = torch.tensor(blocks, device=device)        # (b, l)
-    ends = [len(row) + length + len(suffix) for row in rows]        # the length at which each row ends
+    left = [length + len(suffix)] * len(rows)           # how many tokens each row still gets; 0: it has ended
     started = now(device)
 
     # While block k is unmasked, the cache holds keys, values and states of the first starts[i] + k l tokens of row i,
@@ -176,16 +176,15 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
         x0 = engine.decode(active, n_masked, on_step)                          # (b, l), no mask left
         # tolist waits for the device. With CUDA graphs it waits elsewhere only in ActiveBlock.steps.
         for i, block in enumerate(x0.tolist()):
-            begin = starts[i] + k * l                                          # where this block is in the row
-            known, stop = len(rows[i]) - begin, ends[i] - begin
-            new = block[known:stop]                     # nothing if the row has ended: known == stop, maybe below 0
+            known = len(rows[i]) - starts[i] - k * l    # tokens of the block that the row has already: of its prompt
+            new = block[known:known + left[i]]
+            left[i] -= len(new)
             if stop_token in new:
-                new = new[:new.index(stop_token) + 1]
-                ends[i] = len(rows[i]) + len(new)
+                new, left[i] = new[:new.index(stop_token) + 1], 0
             rows[i] += new
             if on_block:
                 on_block(i, new)
-        if all(len(row) == end for row, end in zip(rows, ends)):               # after the last block at the latest
+        if not any(left):                               # after the last block at the latest
             break
 
         engine.commit(x0)
