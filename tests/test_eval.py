@@ -86,11 +86,13 @@ def test_noise_levels_are_uniform_on_their_stratum_and_independent_and_the_maske
         assert np.abs(np.corrcoef(u.T) - np.eye(4)).max() < 0.06               # of two blocks
         excess = is_masked.view(n, 4, 8).double().mean(2) - t
         assert abs(excess[u < 0.5].mean()) < 0.005 and abs(excess[u > 0.5].mean()) < 0.005
-    drawn, draw = [], model.draw_noise
-    model.draw_noise = lambda x0, generators, stratum: drawn.append(stratum) or draw(x0, generators, stratum)
+    drawn, seeds, draw = [], [], model.draw_noise
+    model.draw_noise = lambda x0, generators, stratum: (drawn.append(stratum) or seeds.extend(
+        g.initial_seed() for g in generators) or draw(x0, generators, stratum))
     for stratified in (False, True):
         sums_of(model, torch.zeros(2, 32, dtype=torch.long), mc=3, stratified=stratified)
     assert drawn == [(0, 1)] * 3 + [(0, 3), (1, 3), (2, 3)]
+    assert len(set(seeds)) == 2 * 3 and seeds[:6] == seeds[6:]                 # of two sequences and three samples
 
 
 @all_models
@@ -137,7 +139,7 @@ def test_every_figure_of_a_text_by_hand():
 # The price of a decoder
 
 @pytest.mark.parametrize("decoder, fewest", [
-    ("strided:1", 4), ("strided:2", 2), ("strided:3", 2), ("confidence:1", 4), ("confidence:3", 2), ("threshold:1", 4),
+    ("strided", 4), ("strided:2", 2), ("strided:3", 2), ("confidence:1", 4), ("confidence:3", 2), ("threshold:1", 4),
     ("threshold:0.55", 2.5), ("entropy_bound:0", 4), ("entropy_bound:1", 2)])
 def test_the_probabilities_of_all_texts_sum_to_1_if_positions_are_not_drawn(decoder, fewest):
     nats, passes = price_of(small_model().double(), torch.cartesian_prod(*[torch.arange(2)] * 8), decoder)   # (256,)

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 import ops
+from decoders import Sampler
 
 
 def attend(q, keys, values):
@@ -46,6 +47,14 @@ def test_convolution_is_that_of_torch_after_the_carried_state():
     torch.testing.assert_close(ops.causal_conv(u, weight, bias, start), torch.nn.functional.silu(reference))
 
 
+def test_statistics_are_fp32_in_a_model_of_bf16():
+    y, z, weight = (torch.tensor([values]).bfloat16() for values in ([1.0, 3], [32.0, 32], [1.0, 1]))      # SiLU(32) is 32
+    exact = torch.tensor([[32.0, 96]]) / (32 ** 2 * 5 + ops.EPS) ** 0.5
+    assert torch.equal(ops.gated_norm(y, z, weight[0]), exact.bfloat16())
+    assert ops.linear_cross_entropy(y, torch.ones(3, 2).bfloat16(), torch.tensor([1]), weight[:, 0]).dtype == torch.float32
+    assert Sampler([0], "confidence", mask_id=9).certainty(y).dtype == torch.float32
+
+
 def test_cached_attention_ignores_what_lies_beyond_each_rows_length():
     """And what lies in later blocks: here are two new ones."""
     h, l, e, lengths = 2, 4, 8, torch.tensor([0, 8, 4])
@@ -82,6 +91,7 @@ def test_draws_of_all_streams_positions_steps_blocks_and_seeds_are_independent_a
         ops.uniform(1, -1, count, zero, zero)[:, 0], ops.uniform(1, -1, zero, count, zero)[:, 0],
         ops.uniform(1, -1, zero, zero, count)[:, 0], ops.uniform(1, -1, count << 32, zero, zero)[:, 0]])
     assert (u > 0).all() and (u < 1).all() and len(u[:, 1:].unique()) == 6 * (n - 1)
+    assert len((u * 2.0 ** 52 % 2 ** 20).unique()) > 2300, "the lowest of 52 bits are random, too"
     assert (u.mean(1) - 0.5).abs().max() < 0.06 and (u.var(1) - 1 / 12).abs().max() < 0.01
     assert (torch.corrcoef(u[:, 1:]) - torch.eye(6)).abs().max() < 0.2
     # 7 tokens: random numbers come in pairs, and an odd vocabulary uses half of the last one.

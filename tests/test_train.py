@@ -46,6 +46,15 @@ def test_every_row_has_noise_and_data_of_its_own_and_every_step_its_learning_rat
     assert min(scales) < 0.9, "nothing was clipped"
 
 
+def test_a_run_by_the_default_settings_logs_and_says_what_is_written_down_here(corpus, tmp_path, capsys):
+    run([f"--data={corpus}", f"--out_dir={tmp_path}", "--device=cpu", "--max_iters=3", "--log_interval=3"])
+    row, last = read_log(tmp_path / "log.jsonl")
+    assert [row["loss"], row["grad_norm"], last["val_loss"]] == pytest.approx([5.24272, 2.2667, 4.86301], abs=1e-4)
+    assert row["tok_per_s"] * row["ms"] == pytest.approx(2 * 256 * 1000, rel=1e-3)
+    said = capsys.readouterr().out                      # 768 tokens are 765 bytes
+    assert "perplexity 129.41, 7.043 bits per byte, on 768 tokens\nbaselines on the same text: byte bigram 2.328" in said
+
+
 @pytest.mark.parametrize("block_len", [8, 32])
 def test_noise_in_strata_of_a_range_and_short_sequences_first(corpus, tmp_path, draws, block_len):
     run([*EIGHT_STEPS, f"--data={corpus}", f"--out_dir={tmp_path}", f"--block_len={block_len}"])
@@ -53,7 +62,7 @@ def test_noise_in_strata_of_a_range_and_short_sequences_first(corpus, tmp_path, 
     for _, t, _ in draws:                               # one level in each of equal parts of 0.3..0.7
         part = (t.flatten() - 0.3) / 0.4 * t.numel()
         assert sorted(part.long().tolist()) == list(range(t.numel()))
-    assert len({t.argmin().item() for _, t, _ in draws}) > 1, "the order of the parts is random"
+    assert len({t.argmin().item() for _, t, _ in draws[:6]}) > 1, "the order of the parts is random"
 
 
 @pytest.mark.parametrize("noise", [[], NOISE])
@@ -167,7 +176,7 @@ def test_a_run_that_was_killed_resumes_exactly_and_keeps_the_weights_of_the_lowe
         tiny, trained, tmp_path, capsys):
     """It ends as `trained`, which ran the same eight steps at once."""
     argv = [*tiny, *NOISE, "--max_iters=8"]
-    losses, seen = iter([3.0, 2.0, 2.5, 2.5, 2.25]), []
+    losses, seen = iter([3.0, 2.0, 2.5, 2.5, 2.0]), []
 
     def patch(module):
         def stop_in_step_seven(step, rate=module.learning_rate_at):
@@ -175,7 +184,7 @@ def test_a_run_that_was_killed_resumes_exactly_and_keeps_the_weights_of_the_lowe
                 raise KeyboardInterrupt
             return rate(step)
 
-        def scored(model, x, *rest, **more):            # as a model that overfits after step 4
+        def scored(model, x, *rest, **more):            # as a model that does not improve after step 4
             seen.append({name: p.clone() for name, p in model.state_dict().items()})
             return np.full((len(x), 2, 3), next(losses) * x.size(1))
         module.nelbo_sums, module.learning_rate_at = scored, stop_in_step_seven

@@ -14,6 +14,7 @@ from configurator import UserError
 from conftest import eval_record, make_model, script, with_harness
 from data import TokenData, get_tokenizer
 from nelbo import gather, masked_cross_entropy
+from parallel import Parallel
 from questions import encode_question, score_pairs
 from test_eval import decoded, one_rank
 
@@ -137,6 +138,7 @@ def test_what_the_adapter_cannot_do_is_a_sentence(checkpoints, task, kind, messa
     assert status == 1 and message in error.splitlines()[-1]
 
 
-def test_likelihoods_that_are_not_finite_are_refused():
+def test_likelihoods_are_added_in_fp64_and_refused_if_they_are_not_finite():
+    assert gather(Parallel("cpu"), np.array([2.0 ** 24 + 1])) == 2 ** 24 + 1
     with pytest.raises(UserError, match="training failed"):
         gather(types.SimpleNamespace(sum=lambda x: x), np.array([1.0, math.nan]))

@@ -36,6 +36,7 @@ def laptop(tmp_path_factory):
 def test_bad_requests_are_refused_before_any_work(monkeypatch, name, lengths, length, suffix, seeds, message):
     monkeypatch.setattr(BlockDiffusionLM, "new_cache", lambda *_: pytest.fail("the work began"))
     model = make_model(name, torch.float32)
+    sample.plan(model.config, prompts_of(8), 262_136)   # the longest that is served
     with pytest.raises(UserError, match=message):
         generate(model, prompts_of(*lengths), length, make_sampler(model, seeds), suffix=suffix)
 
@@ -121,15 +122,17 @@ def test_a_device_without_fp64_is_refused_and_the_plain_engine_runs_a_mixer_that
 
 def test_all_settings_reach_the_generation_and_watch_prints_a_line_for_each_step(laptop, monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(sample, "generate", lambda *args, **how: asked.append((*args, how)) or generate(*args, **how))
-    run(monkeypatch, laptop, prompt="def ", suffix="()", length=9, num_samples=2, seed=7, temperature=0.5, top_k=9,
+    monkeypatch.setattr(sample, "generate", lambda *args, **how: asked.append((*args, how)) or generate(
+        *args, **how)._replace(seconds=2.0, cache_bytes=3 * 2 ** 20))
+    run(monkeypatch, laptop, prompt="def ", suffix="()", length=9, num_samples=2, seed=7, temperature=2.0, top_k=9,
         top_p=0.8, decoder="confidence", tokens_per_step=3, stop_at_eot=True, watch=True)
     _, prompts, length, sampler, how = asked[0]
     assert [bytes(p.tolist()) for p in prompts] == [b"def "] * 2 and bytes(how["suffix"]) == b"()"
     assert (length, how["stop_token"]) == (9, 256)
-    assert sampler == Sampler([7, 8], "confidence", 3, temperature=0.5, top_k=9, top_p=0.8, mask_id=257)
+    assert sampler == Sampler([7, 8], "confidence", 3, temperature=2.0, top_k=9, top_p=0.8, mask_id=257)
     printed, shown = capsys.readouterr()
-    assert "\n18 tokens in " in shown                   # without prompt and suffix
+    assert "\n18 tokens in 2.00 s: 9.0 tokens/s, 4 forward" in shown           # without prompt and suffix
+    assert shown.endswith(", cache 3.00 MiB\n")
     lines = [line for line in shown.splitlines() if line.startswith("def ")]
     assert [line.count("\u2591") for line in lines] == [7, 4, 1, 0] and len(lines[0]) == 16
     first, second = printed.split("\n--- sample 2 ---\n")
