@@ -250,11 +250,11 @@ def child_main(argv, environment, paths):
 
 
 class Child:
-    """`python argv...`, a script in a process of its own. It prints to two files in `folder`, or to stdout if given."""
+    """`python argv...`, a script in a process of its own. It prints to two files in `folder`."""
 
-    def __init__(self, folder, *argv, stdout=None, **environment):
+    def __init__(self, folder, *argv, **environment):
         name = os.path.join(folder, str(time.monotonic_ns()))
-        self.start(argv, environment, [stdout or f"{name}.out", f"{name}.err"])
+        self.start(argv, environment, [f"{name}.out", f"{name}.err"])
 
     def start(self, argv, environment, paths):
         self.paths = paths
@@ -283,9 +283,8 @@ def free_port():
         return free.getsockname()[1]
 
 
-def start_ranks(folder, world, *argv, per_node=None):
-    """The processes of one run, with the variables that torchrun gives them."""
-    per_node, port = per_node or world, free_port()
-    return [Child(folder, *argv, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank % per_node),
-                  LOCAL_WORLD_SIZE=str(per_node), GROUP_RANK=str(rank // per_node), MASTER_ADDR="localhost",
-                  MASTER_PORT=str(port)) for rank in range(world)]
+def start_ranks(folder, world, *argv):
+    """The processes of one run, two on each node, with the variables that torchrun gives them."""
+    port = free_port()
+    return [Child(folder, *argv, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank % 2),
+                  MASTER_ADDR="localhost", MASTER_PORT=str(port)) for rank in range(world)]

@@ -6,12 +6,13 @@ import torch
 
 import sample
 from conftest import price_of, small_model
-from decoders import ActiveBlock, Sampler, sampler_of, select
+from decoders import ActiveBlock, Sampler, cut, sampler_of, select
 
 
 @pytest.mark.parametrize("how, wanted", [
     (dict(), [0.5, 0.3, 0.15, 0.05]), (dict(temperature=0.5), [0.685, 0.247, 0.062, 0.007]),
-    (dict(temperature=0), [1, 0, 0, 0]), (dict(top_k=2), [0.625, 0.375, 0, 0]),
+    (dict(temperature=0), [1, 0, 0, 0]),
+    (dict(top_k=2), [0.625, 0.375, 0, 0]), (dict(top_k=3, top_p=0.8), [0.625, 0.375, 0, 0]),
     # top_p: the fewest tokens that reach this mass, and at least one
     (dict(top_p=0.1), [1, 0, 0, 0]), (dict(top_p=0.8), [0.625, 0.375, 0, 0]),
     (dict(top_p=0.81), [0.526, 0.316, 0.158, 0])])
@@ -20,6 +21,7 @@ def test_sampling_draws_from_the_models_distribution(how, wanted):
     zero = torch.zeros(1, dtype=torch.long)
     drawn = Sampler([1], "random", mask_id=9, **how).pick(logits, torch.arange(20_000)[None], zero + 1, zero, zero)
     assert (torch.bincount(drawn[0], minlength=4) / 20_000 - torch.tensor(wanted)).abs().max() < 0.02
+    assert (cut(torch.zeros(4), 0, 0.5) == 0).sum() == 2      # two of four equal tokens reach a half
 
 
 def unmask_all(xt, logits_of, sampler):
@@ -84,6 +86,7 @@ def test_strided_goes_from_left_to_right_in_equal_parts_of_what_is_masked(xt, p,
     block.start(xt, 0)
     for _ in block.steps(int((xt == 2).sum())):
         before, at = block.xt.clone(), block.next_in_order()
+        assert block.noise_level()[0] == (before == 2).double().mean()
         block.write(at, torch.ones_like(at))
         seen.append("".join(map(str, (block.xt != before)[0].nonzero().flatten().tolist())))
     assert " ".join(seen) == steps and (block.xt != 2).all()
@@ -91,13 +94,13 @@ def test_strided_goes_from_left_to_right_in_equal_parts_of_what_is_masked(xt, p,
 
 @pytest.mark.parametrize("decoder, number, wanted", [
     ("confidence", 2, "-x-x"), ("confidence", 3, "-xxx"), ("threshold", 0.8, "-x-x"), ("threshold", 0.0, "xxxx"),
-    ("threshold", 1.0, "-x--"),                         # always one
-    # The entropies are 0.673, 0.056, 0.611 and 0.199 nats. The largest of a step is not counted.
+    ("threshold", 1.0, "-x--"), ("threshold", 0.5, "xxxx"),     # always one
+    # The entropies are 0.693, 0.056, 0.611 and 0.199 nats. The largest of a step is not counted.
     ("entropy_bound", 0.0, "-x--"), ("entropy_bound", 0.05, "-x--"), ("entropy_bound", 0.06, "-x-x"),
     ("entropy_bound", 0.26, "-xxx"), ("entropy_bound", 0.86, "-xxx"), ("entropy_bound", 0.87, "xxxx")])
 def test_the_surest_positions_are_revealed_as_many_as_the_decoder_says(decoder, number, wanted):
     """Temperature and top_k do not count, and a second row, which is finished, stays as it is."""
-    p = torch.tensor([[0.6, 0.99, 0.7, 0.95]])          # the likeliest token's, at each position
+    p = torch.tensor([[0.5, 0.99, 0.7, 0.95]])          # the likeliest token's, at each position
     logits = torch.stack([p, 1 - p], -1).log().expand(2, 4, 2)
     how = dict(tokens_per_step=number) if decoder == "confidence" else {decoder: number}
     block = ActiveBlock(2, 4, Sampler([0, 0], decoder, temperature=0.01, top_k=1, mask_id=2, **how), "cpu")

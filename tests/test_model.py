@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ops
 from bench import train_flops
-from conftest import all_models, block_models, both_times, make_batch, make_model
+from conftest import all_models, block_models, both_times, make_batch, make_model, relative_error
 from model import BlockDiffusionLM, ModelConfig
 
 
@@ -167,3 +167,17 @@ def test_a_cache_grows_with_its_length_in_attention_layers_alone(name):
     assert len(states) == (2 if c.hybrid else 0)
     assert long.nbytes - short.nbytes == 2 * 32 * 2 * c.d_model * 2 * (4 - len(states))  # rows, tokens, k and v, bytes
     assert all(ssm.dtype == torch.float32 and conv.dtype == torch.bfloat16 for conv, ssm in states)
+
+
+def test_mamba_layers_read_131072_tokens_alike_in_chunks_of_any_size():
+    """Chunks in fp32 against one pass in fp64. The attention layers are removed, because their work is quadratic."""
+    model = make_model("mamba_h", torch.float32, n_layer=2, d_model=8, d_state=4, mamba_head_dim=4, seq_len=2048,
+                       block_len=256, chunk_len=64)
+    model.layers, logits = model.layers[1:], []
+    tokens = torch.randint(0, 22, (1, 131_072 + 256), generator=torch.Generator().manual_seed(3))
+    for dtype, chunk in ((torch.float32, 2816), (torch.float64, 131_072)):
+        cache = model.to(dtype).new_cache(1, 131_072)
+        model.prefill(tokens[:, :131_072], cache, chunk)
+        assert int(cache.lengths) == 131_072
+        logits.append(model.denoise(tokens[:, 131_072:], cache, torch.ones(1))[..., :-1])
+    assert relative_error(*logits) < 1e-5

@@ -4,12 +4,10 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from checkpoint import load_checkpoint
 from configurator import UserError
-from conftest import (EIGHT_STEPS, NOISE, child_main, free_port, make_model, module_of, run_train as run,
-                      signals_put_back, start_ranks, state_of)
+from conftest import EIGHT_STEPS, NOISE, make_model, module_of, run_train as run, start_ranks, state_of
 from data import TokenData
 from model import BlockDiffusionLM, ModelConfig
 from paper import transfer_lr
@@ -74,28 +72,15 @@ def test_accumulation_does_not_change_the_run(tiny, tmp_path, noise):
     np.testing.assert_allclose(*losses, rtol=2e-5)
 
 
-def torchrun(folder, *argv):
-    """Two processes, started by what torchrun runs. They are forked, see `Child`."""
-    config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint=f"localhost:{free_port()}",
-                          start_method="forkserver", monitor_interval=0.1)
-    with signals_put_back():
-        elastic_launch(config, child_main)(argv, {}, [folder / "out", folder / "err"])
-
-
-def on_nodes_of_two(folder, *argv, world=4):
-    """Processes with the variables that torchrun gives them, two on each node."""
-    for process in start_ranks(folder, world, *argv, per_node=2):
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_on_one_or_two_nodes_of_two_train_the_same_model_as_one(tiny, trained, tmp_path, world):
+    """From new weights or given ones, which are validated first. And their checkpoint resumes on one process."""
+    one, many = str(tmp_path / "one"), str(tmp_path / "many")
+    tiny += [*NOISE, "--max_iters=5", "--eval_interval=5", "--short_iters=3", *[f"--init_from={trained}"] * (world == 2)]
+    run([*tiny, f"--out_dir={one}"])
+    for process in start_ranks(tmp_path, world, "train.py", *tiny, f"--out_dir={many}"):
         status, _, errors = process.end()
         assert status == 0, errors
-
-
-@pytest.mark.parametrize("start", [torchrun, on_nodes_of_two])
-def test_processes_on_one_or_two_nodes_train_the_same_model_as_one(tiny, tmp_path, start):
-    """And their checkpoint resumes on one process."""
-    one, many = str(tmp_path / "one"), str(tmp_path / "many")
-    tiny += [*NOISE, "--max_iters=5", "--eval_interval=5", "--short_iters=3"]
-    run([*tiny, f"--out_dir={one}"])
-    start(tmp_path, "train.py", *tiny, f"--out_dir={many}")
     a, b = state_of(one), state_of(many)
     torch.testing.assert_close(a["model"], b["model"], rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(a["optimizer"], b["optimizer"], rtol=1e-3, atol=1e-6)
@@ -105,21 +90,15 @@ def test_processes_on_one_or_two_nodes_train_the_same_model_as_one(tiny, tmp_pat
     assert state_of(many)["step"] == 6
 
 
-def test_two_processes_begin_with_the_weights_of_one(tiny, trained, tmp_path):
-    argv, one, two = [*tiny, f"--init_from={trained}"], tmp_path / "one", tmp_path / "two"
-    run([*argv, f"--out_dir={one}"])
-    on_nodes_of_two(tmp_path, "train.py", *argv, f"--out_dir={two}", world=2)
-    torch.testing.assert_close(state_of(one)["model"], state_of(two)["model"], rtol=1e-3, atol=1e-5)
-
-
-def test_our_adamw_is_torchs_with_clipped_gradients_and_weight_decay_of_matrices_alone():
-    ours, plain = make_model("mamba_h"), make_model("mamba_h")
+@pytest.mark.parametrize("device", ["cpu", "cuda"][:1 + torch.cuda.is_available()])
+def test_our_adamw_is_torchs_with_clipped_gradients_and_weight_decay_of_matrices_alone(device):
+    ours, plain = make_model("mamba_h").to(device), make_model("mamba_h").to(device)
     sharded = ShardedAdamW(ours, (0.9, 0.95), 0.1)
     def decay_of(name):
         return 0 if "norm" in name or name.endswith(("bias", "A_log", ".D")) else 0.1
     adamw = torch.optim.AdamW([dict(params=p, weight_decay=decay_of(name)) for name, p in plain.named_parameters()],
                               lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
-    x0 = torch.randint(0, 22, (2, 32))
+    x0 = torch.randint(0, 22, (2, 32)).to(device)
     for step in range(4):
         for model in (ours, plain):
             model(x0, torch.Generator().manual_seed(step)).backward()

@@ -152,36 +152,27 @@ def test_masks_of_tiles_show_what_the_masked_attention_shows(monkeypatch):
                 assert got is exact is None or error(got, exact.double()) < 1e-5
 
 
-@pytest.mark.parametrize("changed, backend", [
-    ({}, "FLASH"), (dict(installed=False), "TRITON"), (dict(capability=(8, 9)), "TRITON"),
-    (dict(capability=(10, 0)), "TRITON"), (dict(device="cpu"), "TRITON"), (dict(dtype=torch.float32), "TRITON"),
-    (dict(l=192), "TRITON"), (dict(blocks=1), "FLASH"), (dict(blocks=1, installed=False), "plain"),
-    (dict(e=52), "FLASH"), (dict(e=56), "FLASH"), (dict(e=52, installed=False), "TRITON")])
-def test_flash_attention_4_runs_where_it_can(monkeypatch, changed, backend):
-    """Where it is installed, on Hopper, in 16 bits, for blocks of whole tiles. Elsewhere FlexAttention's own
-    kernels; for a single block without it, SDPA. It takes head dimensions that 8 divides."""
-    case = dict(installed=True, capability=(9, 0), device="cuda", dtype=torch.bfloat16, l=128, blocks=3, e=64) | changed
-    calls, s, e = [], case["blocks"] * case["l"], case["e"]
+@pytest.mark.parametrize("flash, dtype, e, blocks, backend", [
+    (True, torch.bfloat16, 64, 3, "FLASH"), (True, torch.bfloat16, 52, 3, "FLASH"), (True, torch.bfloat16, 56, 1, "FLASH"),
+    (True, torch.float32, 64, 3, "TRITON"), (False, torch.bfloat16, 52, 3, "TRITON"), (False, torch.bfloat16, 64, 1, "")])
+def test_flash_attention_4_runs_in_16_bits_where_the_masks_say_that_it_may(monkeypatch, flash, dtype, e, blocks, backend):
+    """Elsewhere FlexAttention's own kernels; for a single block without it, SDPA. It takes head dimensions that 8
+    divides."""
+    calls = []
 
     def flex(q, k, v, block_mask, scale, kernel_options):
         calls.append((kernel_options, q.size(-1), block_mask))
         assert scale == e ** -0.5
         return q
     monkeypatch.setattr(two_stream, "flex", flex)
-    monkeypatch.setattr(two_stream, "no_flash", lambda: "" if case["installed"] else "faster")
-    monkeypatch.setattr(two_stream, "block_masks", lambda *args: ("both", "noisy"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case["capability"])
-    if backend == "plain":
-        monkeypatch.setattr(two_stream, "flex", None)
-    masks = two_stream.two_stream_masks(s, case["l"], torch.device(case["device"] if backend != "plain" else "cpu"))
-    clean, noisy = ([torch.randn(1, 2, n, e).to(case["dtype"]) for _ in range(3)] for n in (s - case["l"], s))
-    y_clean, y = two_stream.two_stream_attention(clean, noisy, masks)
-    assert y_clean.shape == clean[0].shape and y.shape == noisy[0].shape
-    if backend != "plain":
-        padded = e + 4 * (e == 52 and backend == "FLASH")
-        assert calls == [(getattr(two_stream, backend), padded, None if case["blocks"] == 1 else "both")]
-        two_stream.two_stream_attention((None, *clean[1:]), noisy, masks)
-        assert calls[1][2] == (None if case["blocks"] == 1 else "noisy")
+    masks = (None, None, flash) if blocks == 1 else ("both", "noisy", flash)
+    clean, noisy = ([torch.randn(1, 2, 128 * n, e).to(dtype) for _ in range(3)] for n in (blocks - 1, blocks))
+    for q_clean, mask in ((clean[0], masks[0]), (None, masks[1])):             # None: the last layer
+        y_clean, y = two_stream.two_stream_attention((q_clean, *clean[1:]), noisy, masks)
+        assert y.shape == noisy[0].shape and (y_clean is q_clean is None or y_clean.shape == q_clean.shape)
+        padded = 56 if e == 52 and backend == "FLASH" else e
+        assert calls == ([(getattr(two_stream, backend), padded, mask)] if backend else [])
+        calls.clear()
 
 
 @pytest.mark.parametrize("version, broken, capability, end", [
@@ -206,6 +197,8 @@ def test_the_start_line_names_the_attention_and_what_is_missing(monkeypatch, ver
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert fast.select("cuda") == "kernels: Triton; " + end
     assert two_stream.two_stream_masks(256, 256, "cuda")[2] == end.endswith("flash-attn-4")
+    assert not two_stream.two_stream_masks(192, 192, "cuda")[2], "a block is no whole number of tiles"
+    assert not two_stream.two_stream_masks(256, 256, "cpu")[2]
 
 
 def attention_inputs(lengths, l, d, dtype=torch.float32, h=2, m=None, cap=None, pad=0, caches=None, sharp=1):

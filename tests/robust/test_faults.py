@@ -11,7 +11,7 @@ import torch
 
 from checkpoint import load_checkpoint, load_model, load_prompt, save_checkpoint, save_prompt
 from configurator import UserError, write_file
-from conftest import EIGHT_STEPS, NOISE, Child, free_port, make_model, run_train, script, start_ranks, state_of
+from conftest import EIGHT_STEPS, NOISE, free_port, make_model, run_train, script, start_ranks, state_of
 from parallel import Parallel, ShardedAdamW
 from tools.export import export
 from tools.loss import read_log
@@ -33,18 +33,22 @@ def wait_for(condition):
 
 
 @pytest.mark.parametrize("called, count, number", [
-    ("nelbo_sums", 1, signal.SIGTERM), ("nelbo_sums", 2, signal.SIGHUP), ("learning_rate_at", 1, signal.SIGINT),
-    ("learning_rate_at", 4, signal.SIGUSR1), ("learning_rate_at", 5, signal.SIGUSR2)])
+    ("nelbo_sums", 1, signal.SIGTERM), ("nelbo_sums", 2, signal.SIGUSR1), ("learning_rate_at", 1, signal.SIGINT),
+    ("learning_rate_at", 4, signal.SIGHUP), ("learning_rate_at", 5, signal.SIGUSR2)])
 def test_a_run_that_was_interrupted_ends_as_one_that_was_not(tiny, trained, tmp_path, called, count, number):
     """The signal comes in the count-th call of a function: in the first validation; in the last one; in the first step;
     in a step before a validation, which is then left to the resumed run; in one after. A batch system sends SIGUSR1 or
-    SIGUSR2 before the end of the time."""
+    SIGUSR2 before the end of the time. A terminal that is closed sends SIGHUP, and then stdout cannot be written."""
+    def unwritable(*words, **how):
+        raise OSError
+
     def patch(module):
         real, calls = getattr(module, called), itertools.count(1)
 
         def interrupted(*args, **kwargs):
             if next(calls) == count:
                 os.kill(os.getpid(), number)
+                module.print = unwritable if number == signal.SIGHUP else print
             return real(*args, **kwargs)
         setattr(module, called, interrupted)
     with pytest.raises(SystemExit, match=str(128 + number)):
@@ -108,20 +112,6 @@ def test_a_lost_process_ends_the_others_with_a_sentence(tiny, tmp_path):
     assert load_checkpoint(path)["step"] >= 2
 
 
-def test_a_closed_terminal_ends_a_run_after_it_has_saved(tiny, tmp_path):
-    """It sends SIGHUP, and from then on stdout cannot be written."""
-    pipe, out = str(tmp_path / "pipe"), tmp_path / "out"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)                       # does not wait for a writer
-    child = Child(tmp_path, "train.py", *tiny, f"--out_dir={out}", "--max_iters=100000", "--eval_interval=100000",
-                  stdout=pipe)
-    wait_for(lambda: (out / "log.jsonl").exists())
-    os.kill(child.process.pid, signal.SIGHUP)
-    os.close(reader)
-    child.process.join(60)
-    assert child.process.exitcode and load_checkpoint(out / "ckpt.pt")["step"] > 0
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
 def test_a_full_disk_ends_a_run_in_a_sentence_and_keeps_its_checkpoint(trained, tmp_path):
     out = shutil.copytree(trained, tmp_path / "out")
@@ -155,7 +145,7 @@ def test_a_run_is_not_overwritten(tiny, tmp_path):
 # ----------------------------------------------------------------------------------------------
 # Files that are written
 
-def test_a_failed_save_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
+def test_a_failed_save_leaves_the_checkpoint_before_it(tmp_path):
     """The limit of a file's size stands for a full disk: torch.save meets it inside its own writer."""
     model, path = make_model("mamba_h"), str(tmp_path / "ckpt.pt")
     save_checkpoint(path, model, step=1)
@@ -166,12 +156,6 @@ def test_a_failed_save_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
             save_checkpoint(path, model, step=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-    def interrupted(file):
-        raise KeyboardInterrupt
-    monkeypatch.setattr(os, "fsync", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        save_checkpoint(path, model, step=2)
     assert load_checkpoint(path)["step"] == 1 and os.listdir(tmp_path) == ["ckpt.pt"]
 
 
