@@ -98,8 +98,7 @@ def main(given):
     parallel = Parallel(device, dist_timeout)
     dev, say = parallel.device, functools.partial(report, parallel.rank)
     kernels_line = select_kernels(kernels, dev)
-    if not resume:
-        new_folder()
+    make_folder()
 
     # 2. Data.
     if data == "data/stdlib" and parallel.rank == 0:
@@ -336,10 +335,10 @@ def check_settings():
                         f"add --warmup_iters=0")
 
 
-def new_folder():
-    """Makes out_dir. Raises UserError if it holds a run, which a new one would overwrite."""
+def make_folder():
+    """Makes out_dir. Raises UserError if it holds a run, which would be overwritten without --resume."""
     os.makedirs(out_dir, exist_ok=True)
-    if found := {"ckpt.pt", "best.pt", "log.jsonl"} & {*os.listdir(out_dir)}:
+    if not resume and (found := {"ckpt.pt", "best.pt", "log.jsonl"} & {*os.listdir(out_dir)}):
         how = "add --resume to continue it, " if "ckpt.pt" in found else ""
         raise UserError(f"{out_dir} holds a run; {how}move it away, or choose another --out_dir")
 

@@ -23,12 +23,12 @@ micro_batch_size = 8                    # sequences of a training step
 top = 20                                # kernels to print by name
 out = ""                                # also write the profile to this JSON file
 
-SCAN = ("steps_kernel", "forward_kernel", "block_kernel", "after_kernel", "before_kernel", "decays_kernel",
-        "walk_kernel", "pass_kernel")
-ATTENTION = ("flash", "flex", "attend", "combine_k", "cudnn")
-PRODUCTS = ("nvjet", "gemm", "splitK", "cutlass", "aten::mm", "aten::addmm", "aten::bmm")     # the last three on a CPU
-KINDS = {"attention": ATTENTION, "products": PRODUCTS,
-         "scan": SCAN, "convolution": ("conv_",), "norms": ("gated_norm", "add_norm"), "pointwise": ("triton_",)}
+# Parts of the names of kernels; those with aten:: are operators, on a CPU.
+KINDS = {"attention": ("flash", "flex", "attend", "combine_k", "cudnn"),
+         "products": ("nvjet", "gemm", "splitK", "cutlass", "aten::mm", "aten::addmm", "aten::bmm"),
+         "scan": ("steps_kernel", "forward_kernel", "block_kernel", "after_kernel", "before_kernel", "decays_kernel",
+                  "walk_kernel", "pass_kernel"),
+         "convolution": ("conv_",), "norms": ("gated_norm", "add_norm"), "pointwise": ("triton_",)}
 
 
 def kind_of(name):
