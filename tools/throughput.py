@@ -15,6 +15,9 @@ from tools import picture
 
 figures = "assets"                      # the folder for throughput.png
 
+# Only the paper's protocol is drawn. A row may lack these fields; then it follows the protocol.
+PROTOCOL = dict(batch=1, decoder="random", tokens_per_step=16)
+
 
 def read(files):
     """What bench.py's files hold of the paper's 700M models: {(kind, length): row}, and what they were measured on. If
@@ -24,10 +27,8 @@ def read(files):
     for record in sorted(records, key=lambda r: r.get("when", "")):
         for row in record["rows"]:
             kind, _, size = row.get("config", "").rpartition("_")
-            # Only the paper's protocol is drawn. These fields may be missing; then the file follows it.
-            usual = dict(batch=1, decoder="random", tokens_per_step=16)
-            if (record["bench"] == "sample" and kind in MODELS and size == "700m" and "error" not in row
-                    and usual == {key: row.get(key, value) for key, value in usual.items()}):
+            usual = all(row.get(field, value) == value for field, value in PROTOCOL.items())
+            if record["bench"] == "sample" and kind in MODELS and size == "700m" and usual and "error" not in row:
                 found[kind, row["length"]] = row
                 machines.add(f"{record['hardware']['name']}, torch {record['hardware']['torch']}")
     if not found:
