@@ -19,6 +19,7 @@ model.Layer.denoise = lambda layer, *inputs: calls.append(layer) or denoise(laye
 def checked(generating, *request, **rest):
     assert ops.FAST == {} and not {"fast", "torch._dynamo"} & {*sys.modules}
     assert type(generating) is model.BlockDiffusionLM
+    assert request[2] == sample.Sampler([1337], "strided", 1, mask_id=257) and rest["stop_token"] is None      # the defaults
     return generate(generating, *request, **rest)
 
 sample.generate = checked

@@ -42,7 +42,7 @@ def test_bad_requests_are_refused_before_any_work(monkeypatch, name, lengths, le
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("decoder", ["confidence", "threshold"])
+@pytest.mark.parametrize("decoder", ["confidence", "threshold", "entropy_bound"])
 def test_logits_of_all_positions_are_made_for_a_few_at_a_time(monkeypatch, decoder, engine):
     model, seen, token_logits = make_model("mamba_h", torch.float32), [], BlockDiffusionLM.token_logits
     monkeypatch.setattr(BlockDiffusionLM, "token_logits", lambda self, hidden: (
@@ -51,7 +51,7 @@ def test_logits_of_all_positions_are_made_for_a_few_at_a_time(monkeypatch, decod
     for few, rows in ((10 ** 9, 1), (3 * 24, 1), (3 * 24, 2)):
         monkeypatch.setattr(decoders, "MAX_LOGITS", few)
         seen.clear()
-        sampler = make_sampler(model, rows, decoder=decoder, threshold=1.0)
+        sampler = make_sampler(model, rows, decoder=decoder, threshold=1.0, entropy_bound=0.0)
         tokens.append(generate_by(engine, model, prompts_of(*rows * [11]), 13, sampler).tokens[0])
         assert max(seen) == (8 if few > 1000 else 3)
     assert all(torch.equal(t, tokens[0]) for t in tokens)
