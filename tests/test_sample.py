@@ -79,18 +79,6 @@ def test_a_gap_is_filled_by_what_the_model_says_between_both_sides(name):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("decoder, left", [("random", [1, 0, 6, 4, 2, 0]), ("threshold", [0, 0])])
-def test_forward_passes_are_counted_and_each_step_can_be_watched(engine, decoder, left):
-    """left: the masks that each step leaves, of 3 and then of 8: two a step, or all at once."""
-    model, seen = make_model("mamba_h", torch.float32), []
-    sampler = make_sampler(model, decoder=decoder, tokens_per_step=2, threshold=0.0)
-    out = generate_by(engine, model, prompts_of(5), 11, sampler,
-                      on_step=lambda xt: seen.append(int((xt == model.config.mask_id).sum())))
-    commits = dict(simple=1, fused=0)[engine]           # a fused commit is one pass with the step after it
-    assert seen == left and out.forward_passes == len(left) + commits
-
-
-@pytest.mark.parametrize("engine", ENGINES)
 @block_models
 @pytest.mark.parametrize("prompt_length, more", [(19, 0), (16, 0), (19, 8), (0, 11)])
 def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_token_for_token(name, prompt_length, more,

@@ -76,33 +76,29 @@ def both_inputs(r, l, dtype, starts, h=3, p=16, n=32):
 
 
 @DTYPES
-@pytest.mark.parametrize("l, few", [(1, 4096), (70, 0), (128, 4096)])
-def test_both_ways_of_generation_equal_the_loop(monkeypatch, l, few, dtype):
-    monkeypatch.setattr(conv, "FEW", few)
-    r, (x, inputs) = 2, both_inputs(2, l, dtype, 2)
-    (got, power), (want, _) = scan_block.scan_block(*inputs), block_ops.scan_block.plain(*(u.double() for u in inputs))
-    assert got.dtype == dtype and error(got, want) < LIMIT[dtype]
-    assert power.dtype == torch.float32 and error(power, want.square().mean(-1)) < LIMIT[dtype]
+@pytest.mark.parametrize("l", [1, 70, 128])
+@pytest.mark.parametrize("commit", [False, True])
+def test_the_scan_of_a_block_or_of_pairs_with_one_to_commit_equals_its_twin(l, commit, dtype):
+    inputs = both_inputs(4, l, dtype, 2 if commit else 4)[1]
+    got, want = ([*scan(*inputs, commit=commit), inputs[7]] for scan, inputs in (
+        (scan_block.scan_block, inputs), (block_ops.scan_block.plain, [u.double() for u in inputs])))
+    assert got[0].dtype == dtype and got[1].dtype == torch.float32
+    assert not commit or not (got[0][:2, :, 1].any() or got[1][:2, :, 1].any())
+    for a, b in zip(got, want):
+        assert a.shape == b.shape and a.is_contiguous() and error(a, b) < LIMIT[dtype]
 
-    c = x.size(-1)
-    inputs = x, randn(2, c, 4), randn(2, c), randn(r, 3, c, dtype=dtype)
+
+@DTYPES
+@pytest.mark.parametrize("l, few", [(1, 4096), (70, 0), (128, 4096)])
+def test_the_convolution_of_both_directions_equals_two(monkeypatch, l, few, dtype):
+    monkeypatch.setattr(conv, "FEW", few)
+    x = both_inputs(2, l, dtype, 2)[0]
+    inputs = x, randn(2, x.size(-1), 4), randn(2, x.size(-1)), randn(2, 3, x.size(-1), dtype=dtype)
     u, w, bias, start = (u.double() for u in inputs)
     fwd = ops.causal_conv(u[:, :, 0], w[0], bias[0], start)
     rev = ops.causal_conv(u[:, :, 1].flip(1), w[1], bias[1], torch.zeros_like(start)).flip(1)
     got = conv.causal_conv_both(*inputs)
     assert got.dtype == dtype and error(got, torch.stack([fwd, rev], 2)) < LIMIT[dtype]
-
-
-@DTYPES
-@pytest.mark.parametrize("l", [1, 70, 128])
-def test_pairs_of_blocks_equal_the_plain_scans(l, dtype):
-    got, want = both_inputs(4, l, dtype, 2)[1], []
-    want = [u.double() for u in got]
-    got, want = ([*scan_block(*inputs, commit=True), inputs[7]] for scan_block, inputs in (
-        (scan_block.scan_block, got), (block_ops.scan_block.plain, want)))
-    assert got[0].dtype == dtype and not got[0][:2, :, 1].any() and not got[1][:2, :, 1].any()
-    for a, b in zip(got, want):
-        assert a.shape == b.shape and a.is_contiguous() and error(a, b) < LIMIT[dtype]
 
 
 def test_step_sizes_far_below_one_keep_their_digits():

@@ -17,6 +17,7 @@ from nelbo import gather, masked_cross_entropy
 from parallel import Parallel
 from questions import encode_question, score_pairs
 from test_eval import decoded, one_rank
+from tools.loss import read_log
 
 BYTES = get_tokenizer("bytes")
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")         # read when lm_eval is imported
@@ -75,6 +76,12 @@ def test_each_checkpoint_and_text_is_a_line_and_everything_one_line_of_json(corp
     one = eval_record(f"--checkpoint={checkpoints[0]}", "--sequences=1")["results"][0]["text"]
     assert list(one) == [corpus], "by default the text of the training"
     assert one[corpus]["nelbo_se"] is None, "of one sequence there is no error to state"
+    assert one[corpus]["samples"] == 1
+
+
+def test_the_validation_of_a_run_is_the_evaluation_of_as_many_sequences_and_samples(trained):
+    text, = eval_record(f"--checkpoint={trained}", "--sequences=4", "--mc=2")["results"][0]["text"].values()
+    assert text["nelbo"] == pytest.approx(read_log(f"{trained}/log.jsonl")[-1]["val_loss"], abs=1e-5)
 
 
 # ----------------------------------------------------------------------------------------------
