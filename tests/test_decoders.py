@@ -53,14 +53,6 @@ def test_one_token_at_a_time_in_random_order_is_exact_ancestral_sampling():
     assert abs(agreement("random", 2) - 0.5) < 0.03
 
 
-def test_random_order_begins_at_every_masked_position_alike():
-    n, xt = 4000, torch.tensor([2, 0, 2, 2])            # the second is known
-    block = ActiveBlock(n, 4, Sampler(list(range(n)), "random", mask_id=2), "cpu")
-    block.start(xt.expand(n, 4), 0)
-    first = torch.bincount(block.next_in_order()[:, 0], minlength=4) / n
-    assert (first - torch.tensor([1 / 3, 0, 1 / 3, 1 / 3])).abs().max() < 0.03
-
-
 def test_first_hitting_visits_the_times_at_which_the_reverse_process_unmasks_tokens():
     """Of l masked tokens at time t, the first is unmasked at the largest of l uniforms on (0, t)."""
     n, times = 4000, []

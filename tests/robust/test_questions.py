@@ -31,7 +31,7 @@ FREE_ANSWERS = dict(output_type="generate_until", doc_to_target="a")
 
 @pytest.fixture
 def task(tmp_path, monkeypatch):
-    """A function that writes a task file and its rows, and returns the flags that run it."""
+    """A function that writes a task file and its rows, and returns the flag that says where it is."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
     def write(name, kind, rows):
@@ -39,7 +39,7 @@ def task(tmp_path, monkeypatch):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         where = dict(task=name, dataset_kwargs=dict(data_files=dict(validation=str(path))))
         (tmp_path / f"{name}.yaml").write_text(json.dumps(TASK | where | kind))          # JSON is YAML
-        return [f"--tasks={name}", f"--include_path={tmp_path}"]
+        return f"--include_path={tmp_path}"
     return write
 
 
@@ -100,37 +100,28 @@ def test_context_and_answer_are_encoded_as_one_string_and_cut_on_the_left():
 
 
 @with_harness
-def test_the_harness_gets_the_scores_of_the_definition(checkpoints, task):
-    rows = [dict(context="x" * n, choices=[" b" * (n % 3 + 1), " cd", " "], label=n % 3) for n in range(1, 40, 2)]
-    flags = [f"--checkpoint={checkpoints[0]}", *task("made_up", CHOICES, rows)]
-    status, printed, error = script("eval.py", "--device=cpu", *flags)
-    assert status == 0, error
-    assert "6 of 20 questions were cut on the left, to fit 32 tokens" in printed and "Chance: hellaswag" in printed
-    record = json.loads(printed.splitlines()[-1])
-    model = open_checkpoint(checkpoints[0], "cpu")[0]
-    right = 0
-    for row in rows:
-        pairs, _ = encode_question(BYTES, [(row["context"], choice) for choice in row["choices"]], 32)
-        right += score_pairs(model, pairs, 999, one_rank())[0].argmax() == row["label"]
-    assert record["results"][0]["tasks"]["made_up"]["acc,none"] == right / 20
-
-
-@with_harness
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_task_of_the_models_own_decodings_has_accuracy_1_and_0_if_one_byte_differs(checkpoints, task, which):
-    model, rows = open_checkpoint(checkpoints[which], "cpu")[0], []
+def test_the_harness_gets_the_scores_and_decodings_of_the_definition(checkpoints, task, which):
+    """Of three choices the likeliest; and answers that are the model's own decodings, or differ from them in a byte."""
+    model = open_checkpoint(checkpoints[which], "cpu")[0]
     printable = torch.tensor([chr(i).isascii() and chr(i).isprintable() for i in range(258)])
     model.head.weight.data[~printable] = 0              # its most probable byte is then printable
     save_checkpoint(checkpoints[which], model, step=0, tokenizer="bytes", settings={})
-    for n in range(12):
-        context = f"def f{n}(x"
-        target = bytes(decoded(model, list(context.encode()), 1 + n % 5)).decode()
-        rows.append(dict(context=context, target=target))
-    changed = [dict(row, target=chr(ord(row["target"][0]) ^ 1) + row["target"][1:]) for row in rows]
-    for name, questions, accuracy in (("own", rows, 1), ("changed", changed, 0)):
-        flags = task(name, LAMBADA, questions)
-        found = eval_record(f"--checkpoint={checkpoints[which]}", *flags)["results"][0]["tasks"]
-        assert found[name]["acc,none"] == accuracy
+    rows, right, own = [], 0, []
+    for n in range(1, 40, 2):
+        rows.append(dict(context="x" * n, choices=[" b" * (n % 3 + 1), " cd", " "], label=n % 3))
+        pairs, _ = encode_question(BYTES, [("x" * n, choice) for choice in rows[-1]["choices"]], 32)
+        right += score_pairs(model, pairs, 999, one_rank())[0].argmax() == n % 3
+        target = bytes(decoded(model, list(f"def f{n}(x".encode()), 1 + n % 5)).decode()
+        own.append(dict(context=f"def f{n}(x", target=target))
+    changed = [dict(row, target=chr(ord(row["target"][0]) ^ 1) + row["target"][1:]) for row in own]
+    flags = [f"--checkpoint={checkpoints[which]}", task("made_up", CHOICES, rows), task("own", LAMBADA, own),
+             task("changed", LAMBADA, changed), "--tasks=made_up,own,changed"]
+    status, printed, error = script("eval.py", "--device=cpu", *flags)
+    assert status == 0, error
+    assert "6 of 60 questions were cut on the left, to fit 32 tokens" in printed and "Chance: hellaswag" in printed
+    found = json.loads(printed.splitlines()[-1])["results"][0]["tasks"]
+    assert [found[name]["acc,none"] for name in ("made_up", "own", "changed")] == [right / 20, 1, 0]
 
 
 # ----------------------------------------------------------------------------------------------
@@ -140,8 +131,8 @@ def test_a_task_of_the_models_own_decodings_has_accuracy_1_and_0_if_one_byte_dif
 @pytest.mark.parametrize("kind, message", [
     (WHOLE_TEXTS, "likelihood of whole texts"), (FREE_ANSWERS, "only scores given answers")])
 def test_what_the_adapter_cannot_do_is_a_sentence(checkpoints, task, kind, message):
-    flags = task("other", kind, [dict(context="some text")])
-    status, _, error = script("eval.py", "--device=cpu", f"--checkpoint={checkpoints[0]}", *flags)
+    where = task("other", kind, [dict(context="some text")])
+    status, _, error = script("eval.py", "--device=cpu", f"--checkpoint={checkpoints[0]}", where, "--tasks=other")
     assert status == 1 and message in error.splitlines()[-1]
 
 

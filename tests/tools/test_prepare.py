@@ -151,26 +151,24 @@ def test_one_command_prepares_each_data_set_and_stops_at_its_budget(tmp_path, na
     assert f"{1 - 71 / found.n_tokens:.3f} bytes per token" in printed
 
 
-def fake_hub(monkeypatch, root, log, broken=None):
+def files_of(folder):
+    return [path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file()]
+
+
+def fake_hub(monkeypatch, root, log, broken="no file"):
     """A stand-in for huggingface_hub over a local folder."""
     def download(repo, name, local_dir, repo_type, revision):
         assert repo_type == "dataset" and revision == "a" * 40
-        if broken and broken in name:
+        if broken in name:
             raise ConnectionError("reset")
-        log.append(len([path for path in Path(local_dir).rglob("*") if path.is_file()]))
+        log.append(len(files_of(local_dir)))
         target = Path(local_dir, name)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes((root / name).read_bytes())
         return str(target.resolve())                    # as the library does
-
-    class HfApi:
-        def dataset_info(self, repo, revision):
-            return types.SimpleNamespace(sha="a" * 40)
-
-        def list_repo_files(self, repo, repo_type, revision):
-            return [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
-
-    module = types.SimpleNamespace(HfApi=HfApi, hf_hub_download=download)
+    api = types.SimpleNamespace(dataset_info=lambda repo, revision: types.SimpleNamespace(sha="a" * 40),
+                                list_repo_files=lambda repo, repo_type, revision: files_of(root))
+    module = types.SimpleNamespace(HfApi=lambda: api, hf_hub_download=download)
     monkeypatch.setitem(sys.modules, "huggingface_hub", module)
 
 
