@@ -127,9 +127,8 @@ def test_all_block_loss_is_the_sum_of_per_block_losses_with_the_same_gradients(n
         total = total + model.loss(x0[:, :stop], only, t[:, :k + 1]) * stop / 32
     whole = model.loss(x0, is_masked, t)
     torch.testing.assert_close(total, whole)
-    for a, b in zip(*(torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
-                      for loss in (total, whole))):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
+                                 for loss in (total, whole)))
 
 
 @pytest.mark.parametrize("name", ["attention", "diffumamba_h"])

@@ -48,10 +48,10 @@ def test_convolution_is_that_of_torch_after_the_carried_state():
 
 
 def test_statistics_are_fp32_in_a_model_of_bf16():
-    y, z, weight = (torch.tensor([values]).bfloat16() for values in ([1.0, 3], [32.0, 32], [1.0, 1]))      # SiLU(32) is 32
-    exact = torch.tensor([[32.0, 96]]) / (32 ** 2 * 5 + ops.EPS) ** 0.5
-    assert torch.equal(ops.gated_norm(y, z, weight[0]), exact.bfloat16())
-    assert ops.linear_cross_entropy(y, torch.ones(3, 2).bfloat16(), torch.tensor([1]), weight[:, 0]).dtype == torch.float32
+    y, ones = torch.tensor([[2.0 ** -13, 3 * 2.0 ** -13]]).bfloat16(), torch.ones(3, 2).bfloat16()
+    exact = 32 * y.double() / (32 ** 2 * 5 * 2.0 ** -26 + 1e-5) ** 0.5         # SiLU(32) is 32
+    assert torch.equal(ops.gated_norm(y, 32 * ones[:1], ones[0]), exact.bfloat16())
+    assert ops.linear_cross_entropy(y, ones, torch.tensor([1]), ones[0, :1]).dtype == torch.float32
     assert Sampler([0], "confidence", mask_id=9).certainty(y).dtype == torch.float32
 
 

@@ -110,8 +110,7 @@ def test_our_adamw_is_torchs_with_clipped_gradients_and_weight_decay_of_matrices
         adamw.step()
         for optimizer in (sharded, adamw):
             optimizer.zero_grad()
-    for a, b in zip(ours.parameters(), plain.parameters()):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close([*ours.parameters()], [*plain.parameters()])
 
 
 def test_learning_rate_transfer_gives_the_papers_figures():

@@ -133,10 +133,10 @@ def test_the_laptop_config_is_the_default_and_the_others_start_from_smaller_weig
         configure(settings := dict(vars(train)), argv)
         return settings_of(settings)
     assert settings_with("config/laptop.py") == {**settings_with(), "tokenizer": "bytes"}
-    assert (train.init_std, train.embed_std) == (0.1, 1)
+    assert (train.init_std, train.embed_std, train.max_iters) == (0.1, 1, 3500)
     for path in ROOT.glob("config/*_*.py"):             # the wide models; laptop and novelist are narrow
         settings = settings_with(str(path))
-        assert settings["init_std"] == settings["embed_std"] == 0.02
+        assert settings["init_std"] == settings["embed_std"] == 0.02 and settings["weight_decay"] == 0.1
 
 
 def test_a_gpu_before_ampere_runs_the_plain_operations_in_fp32(monkeypatch):
