@@ -149,11 +149,11 @@ def answer_requests(model, tokenizer, requests, parallel, batch_size):
 def evaluate_tasks(model, tokenizer, parallel, tasks, include_path, limit, batch_size):
     """Prints the harness's table of these tasks, and returns its figures, {task: {metric: value}}. The arguments are
     settings of eval.py. A collective: the harness runs on every rank, and asks all of them the same."""
-    import lm_eval.api.model
-    import lm_eval.tasks
-    import lm_eval.utils
+    from lm_eval import simple_evaluate, utils          # first: its ImportError names lm_eval itself
+    from lm_eval.api.model import LM
+    from lm_eval.tasks import TaskManager
 
-    class Adapter(lm_eval.api.model.LM):
+    class Adapter(LM):
         """A model as the harness sees it."""
 
         def loglikelihood(self, requests):
@@ -165,10 +165,10 @@ def evaluate_tasks(model, tokenizer, parallel, tasks, include_path, limit, batch
         def generate_until(self, requests):
             raise UserError("a task asks for generated text, but eval.py only scores given answers; leave it out")
 
-    known = lm_eval.tasks.TaskManager(include_path=include_path or None)
+    known = TaskManager(include_path=include_path or None)
     if unknown := [name for name in tasks if not known.match_tasks([name])]:
         raise UserError(f"the harness has no task '{unknown[0]}'; python -m lm_eval ls tasks lists those that it has")
-    found = lm_eval.simple_evaluate(Adapter(), tasks=tasks, task_manager=known, limit=limit or None)
+    found = simple_evaluate(Adapter(), tasks=tasks, task_manager=known, limit=limit or None)
     if found:                                           # None where LOCAL_RANK is not 0
-        print(lm_eval.utils.make_table(found), CHANCE, sep="\n")
+        print(utils.make_table(found), CHANCE, sep="\n")
     return found and found["results"]
