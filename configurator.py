@@ -56,16 +56,17 @@ def check_name(name, settings, where, comments):
 
 
 def fit(name, value, default, where):
-    """Returns the value in the type of the setting's default. A text is read as on the command line: a list is words
-    with commas between them, and 2e4 is the int 20000. Raises UserError for a value of another type."""
+    """Returns the value in the type of the setting's default, and the items of a list in the type of the default's
+    items. A text is read as on the command line: a list is words with commas between them, and 2e4 is the int 20000. If
+    the default is an empty list, digits are an int. Raises UserError for a value of another type."""
     due = type(default)
     with contextlib.suppress(Exception):                # whatever a value of another type raises
         if isinstance(value, str) and due is list and value[:1] != "[":
-            value = [int(part) if part.isdecimal() else part for part in value.split(",") if part]
+            value = [int(part) if not default and part.isdecimal() else part for part in value.split(",") if part]
         elif isinstance(value, str) and due is not str:
             value = ast.literal_eval(value.capitalize() if due is bool else value)
         if due(value) == value:                         # 3.0 is an int, 2 a float; 2.5 is no int. NaN equals nothing
-            return due(value)
+            return [fit(name, item, default[0], where) for item in value] if default and due is list else due(value)
     raise UserError(f"{where}: {name} takes a value such as {default!r}, not {value!r}")
 
 

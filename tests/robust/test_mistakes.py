@@ -70,7 +70,7 @@ COMMANDS = [
     ("bench.py trian", "subcommand must be one of train, sample, but is 'trian'"),
     ("bench.py train --only=laptop,nope", "config file nope cannot be run (FileNotFoundError"),
     ("bench.py train --out=x.pt", "out must be a .json file"),
-    ("bench.py sample --batch=many", "whole numbers from 1 to 262144, not 'many'"),
+    ("bench.py sample --lengths=many", "whole numbers from 1 to 262144, not 'many'"),
     ("tools/compare_ops.py --only=adamw,nope", "only must be one of mixer, "),
     ("tools/throughput.py empty.json", "the files hold no generation"),
     ("tools/profile_step.py --config=laptop", "did you mean configs?"),
