@@ -19,7 +19,7 @@ model.Layer.denoise = lambda layer, *inputs: calls.append(layer) or denoise(laye
 def checked(generating, *request, **rest):
     assert ops.FAST == {} and not {"fast", "torch._dynamo"} & {*sys.modules}
     assert type(generating) is model.BlockDiffusionLM
-    assert request[2] == sample.Sampler([1337], "strided", 1, mask_id=257) and rest["stop_token"] is None      # the defaults
+    assert request[2] == sample.Sampler([1337], "strided", 1, mask_id=257) and rest["stop_token"] is None
     return generate(generating, *request, **rest)
 
 sample.generate = checked
@@ -31,7 +31,7 @@ print(f"{len(calls)} calls of Layer.denoise")
 
 
 def test_what_runs_on_a_cpu_is_the_plain_model_as_it_reads():
-    """A breakpoint in model.Layer.denoise stops under `python sample.py`."""
+    """A breakpoint in model.Layer.denoise stops under `python sample.py`, which draws as its settings say."""
     done = subprocess.run([sys.executable, "-c", CHECKED_SAMPLE], cwd=ROOT, capture_output=True, text=True,
                           timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

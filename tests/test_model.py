@@ -177,6 +177,5 @@ def test_mamba_layers_read_131072_tokens_alike_in_chunks_of_any_size():
     for dtype, chunk in ((torch.float32, 2816), (torch.float64, 131_072)):
         cache = model.to(dtype).new_cache(1, 131_072)
         model.prefill(tokens[:, :131_072], cache, chunk)
-        assert int(cache.lengths) == 131_072
         logits.append(model.denoise(tokens[:, 131_072:], cache, torch.ones(1))[..., :-1])
     assert relative_error(*logits) < 1e-5

@@ -49,8 +49,9 @@ def test_a_run_by_the_default_settings_logs_and_says_what_is_written_down_here(c
     row, last = read_log(tmp_path / "log.jsonl")
     assert [row["loss"], row["grad_norm"], last["val_loss"]] == pytest.approx([5.24272, 2.2667, 4.86301], abs=1e-4)
     assert row["tok_per_s"] * row["ms"] == pytest.approx(2 * 256 * 1000, rel=1e-3)
-    said = capsys.readouterr().out                      # 768 tokens are 765 bytes
-    assert "perplexity 129.41, 7.043 bits per byte, on 768 tokens\nbaselines on the same text: byte bigram 2.328" in said
+    # 768 tokens are 765 bytes.
+    assert "perplexity 129.41, 7.043 bits per byte, on 768 tokens\nbaselines on the same text: byte bigram 2.328" in (
+        capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("block_len", [8, 32])

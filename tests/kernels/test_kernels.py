@@ -149,9 +149,9 @@ def test_masks_of_tiles_show_what_the_masked_attention_shows(monkeypatch):
 
 
 @pytest.mark.parametrize("flash, dtype, e, blocks, backend", [
-    (True, torch.bfloat16, 64, 3, "FLASH"), (True, torch.bfloat16, 52, 3, "FLASH"), (True, torch.bfloat16, 56, 1, "FLASH"),
-    (True, torch.float32, 64, 3, "TRITON"), (False, torch.bfloat16, 52, 3, "TRITON"), (False, torch.bfloat16, 64, 1, "")])
-def test_flash_attention_4_runs_in_16_bits_where_the_masks_say_that_it_may(monkeypatch, flash, dtype, e, blocks, backend):
+    (1, torch.bfloat16, 64, 3, "FLASH"), (1, torch.bfloat16, 52, 3, "FLASH"), (1, torch.bfloat16, 56, 1, "FLASH"),
+    (1, torch.float32, 64, 3, "TRITON"), (0, torch.bfloat16, 52, 3, "TRITON"), (0, torch.bfloat16, 64, 1, "")])
+def test_flash_attention_4_runs_in_16_bits_if_the_masks_say_so(monkeypatch, flash, dtype, e, blocks, backend):
     """Elsewhere FlexAttention's own kernels; for a single block without it, SDPA. It takes head dimensions that 8
     divides."""
     calls = []
@@ -161,7 +161,7 @@ def test_flash_attention_4_runs_in_16_bits_where_the_masks_say_that_it_may(monke
         assert scale == e ** -0.5
         return q
     monkeypatch.setattr(two_stream, "flex", flex)
-    masks = (None, None, flash) if blocks == 1 else ("both", "noisy", flash)
+    masks = (None, None, bool(flash)) if blocks == 1 else ("both", "noisy", bool(flash))
     clean, noisy = ([torch.randn(1, 2, 128 * n, e).to(dtype) for _ in range(3)] for n in (blocks - 1, blocks))
     for q_clean, mask in ((clean[0], masks[0]), (None, masks[1])):             # None: the last layer
         y_clean, y = two_stream.two_stream_attention((q_clean, *clean[1:]), noisy, masks)

@@ -11,7 +11,7 @@ import torch
 
 from checkpoint import open_checkpoint, save_checkpoint
 from configurator import UserError
-from conftest import eval_record, make_model, script, with_harness
+from conftest import eval_record, make_model, module_of, script, with_harness
 from data import TokenData, get_tokenizer
 from nelbo import gather, masked_cross_entropy
 from parallel import Parallel
@@ -25,8 +25,6 @@ TASK = dict(dataset_path="json", validation_split="validation", target_delimiter
             metric_list=[dict(metric="acc", aggregation="mean", higher_is_better=True)])
 CHOICES = dict(output_type="multiple_choice", doc_to_choice="{{choices}}", doc_to_target="{{label}}")
 LAMBADA = dict(output_type="loglikelihood", doc_to_target="{{target}}")
-WHOLE_TEXTS = dict(output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="{{context}}")
-FREE_ANSWERS = dict(output_type="generate_until", doc_to_target="a")
 
 
 @pytest.fixture
@@ -75,8 +73,15 @@ def test_each_checkpoint_and_text_is_a_line_and_everything_one_line_of_json(corp
         assert text["bpb"] == pytest.approx(sum(text["nats"]) / math.log(2) / text["bytes"], rel=1e-5)
     one = eval_record(f"--checkpoint={checkpoints[0]}", "--sequences=1")["results"][0]["text"]
     assert list(one) == [corpus], "by default the text of the training"
-    assert one[corpus]["nelbo_se"] is None, "of one sequence there is no error to state"
-    assert one[corpus]["samples"] == 1
+    assert one[corpus]["samples"] == 1 and one[corpus]["nelbo_se"] is None     # there is no error of one sequence
+
+
+def test_by_default_256_sequences_are_scored_or_4096_tokens_of_decoders(corpus, monkeypatch):
+    module, model = module_of("eval"), make_model("mamba_h")                   # its sequences have 32 tokens
+    monkeypatch.setattr(module, "TokenData", lambda folder, split, name: TokenData(folder, "train", name))
+    for decoders, n in (([], 256), (["random"], 128)):
+        module.decoders = decoders
+        assert len(module.windows_of(model, BYTES, corpus)[0]) == n
 
 
 def test_the_validation_of_a_run_is_the_evaluation_of_as_many_sequences_and_samples(trained):
@@ -129,7 +134,8 @@ def test_the_harness_gets_the_scores_and_decodings_of_the_definition(checkpoints
 
 @with_harness
 @pytest.mark.parametrize("kind, message", [
-    (WHOLE_TEXTS, "likelihood of whole texts"), (FREE_ANSWERS, "only scores given answers")])
+    (dict(output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="a"), "likelihood of whole texts"),
+    (dict(output_type="generate_until", doc_to_target="a"), "only scores given answers")])
 def test_what_the_adapter_cannot_do_is_a_sentence(checkpoints, task, kind, message):
     where = task("other", kind, [dict(context="some text")])
     status, _, error = script("eval.py", "--device=cpu", f"--checkpoint={checkpoints[0]}", where, "--tasks=other")
