@@ -10,8 +10,6 @@ from decoders import generate_naive
 from nelbo import NATS
 from test_eval import license_text, sums_of
 
-pytest.importorskip("safetensors", reason="needs safetensors, see requirements.txt")
-
 # Of each model: the NELBO of the license in nats per byte; 40 bytes after the prompt, by seed 5 and `random`; bits per
 # byte of the license with four bytes a step.
 PROMPT = "The old house was silent, and "

@@ -198,7 +198,6 @@ def turn(content):
     lambda path, content: torch.save({"model": Planted(f"{path}.ran")}, path)],
     ids=["cut", "changed", "foreign", "code"])
 def test_a_damaged_or_foreign_file_is_refused_and_reading_never_runs_code(tmp_path, damage):
-    pytest.importorskip("safetensors", reason="needs safetensors, see requirements.txt")
     model = make_model("mamba_h", torch.float32, vocab_size=258)
     save_checkpoint(tmp_path / "ckpt.pt", model, step=1, tokenizer="bytes")
     save_prompt(tmp_path / "prompt", torch.arange(8), model.new_cache(1, 8), "a model")
