@@ -54,17 +54,17 @@ PREFIXES = (0, 1024, 4096, 16384, 32768, 65536, 131072)         # where a block 
 # ----------------------------------------------------------------------------------------------
 # Measuring
 
-def measure(step, dev, warmup, iterations, in_a_row=1):
-    """Times step(). Returns the median seconds of `iterations` measurements, their spread (max - min) / median, and the
-    seconds of the very first call, which may compile. Each measurement, except that first call, is the mean of
-    `in_a_row` calls without a synchronisation between them."""
+def measure(step, dev, n_warmup, n_timed, in_a_row=1):
+    """Times step(): first one call, which may compile, then n_warmup + n_timed measurements, of which the last n_timed
+    count. Each is the mean of `in_a_row` calls without a synchronisation between them. Returns the median seconds of
+    those that count, their spread (max - min) / median, and the seconds of the first call."""
     times = []
-    for calls in [1] + [in_a_row] * (warmup + iterations):
+    for calls in [1] + [in_a_row] * (n_warmup + n_timed):
         start = now(dev)
         for _ in range(calls):
             step()
         times.append((now(dev) - start) / calls)
-    counted = times[1 + warmup:]
+    counted = times[1 + n_warmup:]
     median = float(np.median(counted))
     return median, (max(counted) - min(counted)) / median, times[0]
 
@@ -143,15 +143,15 @@ def time_training(config, parallel, ceiling):
                 mfu=ceiling and train_flops(config, config.seq_len) * speed / ceiling)
 
 
-def training_step(config, batch, dev, rank=0, world=1):
+def training_step(config, at_a_time, dev, rank=0, world=1):
     """A new model, compiled if `compile` says so. Returns a function that makes one training step of it, with
-    `batch` synthetic sequences on each of `world` devices."""
+    `at_a_time` synthetic sequences on each of `world` devices."""
     model = BlockDiffusionLM(config).to(dev)
     optimizer = ShardedAdamW(model, (0.9, 0.95), 0.1, rank, world)
     if compile and ampere_or_later(dev):
         compile_layers(model)
-    x0 = torch.randint(0, config.mask_id, (batch, config.seq_len), device=dev)
-    generators = noise_generators(rank, range(batch))
+    x0 = torch.randint(0, config.mask_id, (at_a_time, config.seq_len), device=dev)
+    generators = noise_generators(rank, range(at_a_time))
     def step():
         optimizer.zero_grad()
         with torch.autocast(dev.type, torch.bfloat16, enabled=ampere_or_later(dev)):
@@ -206,7 +206,8 @@ def engine_builder(config, dev, b, length):
     torch.nn.init.normal_(model.head.weight, std=0.02)  # at 0 all tokens are equally likely
     model, new_engine = open_engine("auto", model, pick_dtype("auto", dev))    # frees the original weights
     l = config.block_of(length)
-    # The last block is never committed. But blocks_seconds times a block after one other, also if there is only one.
+    # Room for all blocks but the last, which is never committed. At least for one: blocks_seconds times a block with
+    # the commit of the block before it, also if a generation has only one block.
     cache = model.new_cache(b, 0 if config.full_sequence else max(-(-length // l) - 1, 1) * l, l)
     sampler = Sampler(list(range(b)), decoder, tokens_per_step, mask_id=config.mask_id)
     return functools.partial(new_engine, model, cache, sampler, l)
@@ -235,6 +236,9 @@ def blocks_seconds(engine, model, n_blocks):
     prefixes = sorted({l, cache.max_len, *(n for n in PREFIXES if n < cache.max_len)})
 
     def block(prefix):
+        # Attention now reads only the keys of so many positions. The states of Mamba layers stay those of a longer
+        # prefix, which changes no time. FastEngine commits a block in the first step of the next one, so after `decode`
+        # none is pending.
         cache.lengths.fill_(max(prefix - l, 0))         # the commit makes it `prefix`
         if prefix:                                      # the first block of a generation has nothing to commit
             engine.commit(x0)

@@ -5,7 +5,14 @@ Saves and loads the three things that a model leaves on disk. Only this file kno
   export         a folder with the weights alone, as safetensors, to publish a model; tools/export.py writes it
   saved prompt   a file with a prompt and the cache after reading it, so that it is read only once
 
-Reading never runs code from the file. Writing never leaves half a file.
+Reading never runs code from the file. Writing never leaves half a file. Which function opens what:
+
+  open_checkpoint        find_checkpoint, load_model and the tokenizer: what sample.py and eval.py call
+    find_checkpoint      turns a folder, hf://owner/name or auto into the path of a file
+    load_model           load_checkpoint, then a model with these weights
+      load_checkpoint    the checked record, from read_tensors (.pt) or read_export (.safetensors)
+
+train.py has a model of its own already: it takes the record of load_checkpoint, and copies the weights (load_weights).
 
     python checkpoint.py export out/ --to=folder              model.safetensors, config.json and a model card
     python -m pytest tests/robust                             tests with damaged files and full disks

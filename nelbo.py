@@ -43,7 +43,7 @@ def training_noise(x0, n_blocks, seed, step, rows, batch_size, stratified):
     if stratified:
         n = batch_size * parts * n_blocks
         order = torch.from_numpy(permutation(seed, step, n)).view(batch_size, -1)        # permutation number `step`
-        noise["stratum"] = order[list(rows)].view(-1, n_blocks).to(x0.device), n
+        noise["stratum"] = (order[list(rows)].view(-1, n_blocks).to(x0.device), n)
     return noise
 
 

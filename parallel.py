@@ -262,7 +262,8 @@ class ShardedAdamW:
             shard = flat[own]                                       # (n / world,)
             shard.grad = grad[own]
 
-            # From here on all are views of the buffers: never set p.grad to None, nor p.data to another tensor.
+            # From here on all are views of the buffers: never set p.grad to None, nor p.data to another tensor. The
+            # last part of the buffers, the zeros, belongs to no parameter: zip leaves it out.
             for p, p_data, p_grad in zip(params, flat.split(sizes), grad.split(sizes)):
                 p.data, p.grad = p_data.view_as(p), p_grad.view_as(p)
             self.flats.append(dict(flat=flat, grad=grad, shard=shard, own=own, sizes=sizes,
@@ -289,6 +290,7 @@ class ShardedAdamW:
             collective(all_gather, f["flat"], f["shard"])
 
     def zero_grad(self):
+        """Zeroes the gradients in place: they stay views of the buffer."""
         for f in self.flats:
             f["grad"].zero_()
 

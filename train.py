@@ -42,7 +42,7 @@ init_from = ""                          # begin with the weights of this checkpo
 # data
 data = "data/stdlib"                    # folders of data.py (dataset, in nanoGPT), a,b for several; this one is made
 tokenizer = "auto"                      # bytes or gpt2; auto: that of the data
-# model (see ModelConfig)
+# model (see ModelConfig; to make another field of it a setting, such as conv_width, assign it here)
 seq_len = 256                           # tokens of a training sequence (block_size, in nanoGPT)
 block_len = 16                          # tokens of a diffusion block; seq_len for a full-sequence model
 attn_every = 2                          # attention at layers 0, attn_every, ...; 1: attention only
@@ -112,10 +112,11 @@ def main(given):
                          **{k: v for k, v in globals().items() if k in ModelConfig.__dataclass_fields__})
     torch.manual_seed(seed)
     model = BlockDiffusionLM(config, init_std, embed_std).to(dev)
-    if init_from and not resume:
-        load_weights(init_from, load_checkpoint(find_checkpoint(init_from)), model)
+    # From here on the parameters are views of the optimizer's buffers. Loading weights copies into them.
     optimizer = ShardedAdamW(model, (beta1, beta2), weight_decay, parallel.rank, parallel.world)
     step, lowest = 0, lowest_validation(best_path)          # steps done; the lowest validation loss and its step
+    if init_from and not resume:
+        load_weights(init_from, load_checkpoint(find_checkpoint(init_from)), model)
     if resume:
         load_weights(path, record, model)
         optimizer.load_state_dict(record["optimizer"])
@@ -134,47 +135,48 @@ def main(given):
         f"{train_data.n_tokens:,} training tokens | {batch_size} x {seq_len} tokens a step, "
         f"micro-batches: {len(micro_batches)} | from step {step} to {max_iters}{changes}")
 
-    # 5. The loop. `recent` has (loss in nats per token, seconds) of each step since the last row of the log; signals
-    # are those that this process has received. bad_steps counts the steps in a row that were not finite.
-    started, stopping, bad_steps, recent, signals = time.time(), False, 0, [], []
+    # 5. The loop. recent: (loss in nats per token, seconds) of each step since the last row of the log. signals: those
+    # that this process has received; n_signals: how many all ranks have. bad_steps: not finite, one after the other.
+    recent, signals = [], []
+    started, n_signals, bad_steps = time.time(), 0, 0
     catch_signals(signals)
     while True:
         # Save before validating: a validation may take long, and a second Ctrl-C during it then loses nothing. So a
         # run that is resumed here may validate once more. One that began with other weights validates at step 0, too.
         due = step >= max_iters or (step % eval_interval == 0 and (step > 0 or init_from))
-        if due or stopping:
+        if due or n_signals:
             save(path, model, parallel, optimizer=optimizer.state_dict(), step=step, **about)
-        if due and not stopping:
+        if due and not n_signals:
             val_loss = validate(model, val, parallel, autocast, len(micro_batches[0]))
             say(f"{step:>6}/{max_iters} validation {val_loss:.4f}", dict(step=step, val_loss=round(val_loss, 5)))
             if val_loss < lowest[0]:
                 lowest = val_loss, step
                 save(best_path, model, parallel, step=step, val_loss=val_loss, **about)
-        if stopping or step >= max_iters:
+        if n_signals or step >= max_iters:
             break
 
         # One step of training.
         step_started = time.time()
         lr = learning_rate_at(step)
-        optimizer.zero_grad()
+        optimizer.zero_grad()                               # never model.zero_grad(), which would drop its buffers
         loss = add_gradients(model, train_data, step, micro_batches, autocast)
         norm = float(optimizer.reduce_gradients())          # of the whole gradient, all ranks together
-        loss, stopping = parallel.sum([float(loss), len(signals)])      # of all ranks: the loss, and how many signals
+        loss, n_signals = parallel.sum([float(loss), len(signals)])     # so all ranks stop at the same step
         step += 1
-        # The same on all ranks: both are sums over ranks. A step that is not finite changes nothing.
+        # loss and norm are those of the whole batch on every rank. A step that is not finite changes no weight.
         bad_steps = 0 if math.isfinite(loss + norm) else bad_steps + 1
         if bad_steps == 3:
             raise UserError(f"three steps in a row were not finite; lower learning_rate, and --resume if {path} exists")
         if bad_steps:
             say(f"{step:>6}/{max_iters} loss {loss:.4f} | grad {norm:.2f} | step skipped")
             continue
-        optimizer.step(lr, min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0)
+        optimizer.step(lr, scale=min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0)        # clips the gradient
         recent.append((loss, time.time() - step_started))
         if step % log_interval == 0 or step == max_iters:
             say(*describe(step, recent, lr, norm))
             recent = []
 
-    if stopping:
+    if n_signals:
         say(f"stopped at step {step}; continue with --resume --out_dir={shlex.quote(out_dir)}")
     elif parallel.rank == 0:
         say(f"trained in {(time.time() - started) / 60:.1f} minutes; {result(val_loss, val, val_data, train_data)}")
@@ -249,10 +251,11 @@ def catch_signals(received):
 # ----------------------------------------------------------------------------------------------
 # Validation and checkpoints
 
-def validate(model, val, parallel, autocast, batch_size):
-    """The validation loss in nats per token, the same on all ranks. A collective."""
+def validate(model, val, parallel, autocast, at_a_time):
+    """The validation loss in nats per token, the same on all ranks. at_a_time: sequences of a forward pass. A
+    collective: every rank must call it."""
     # (n, samples, 3): sums of each sequence, zero where another rank works.
-    sums = nelbo_sums(model.eval(), val, parallel, autocast, seed, eval_samples, batch_size=batch_size, terse=True)
+    sums = nelbo_sums(model.eval(), val, parallel, autocast, seed, eval_samples, batch_size=at_a_time, terse=True)
     model.train()
     return parallel.sum([sums[..., NATS].sum()])[0] / (eval_samples * val.numel())
 
@@ -297,8 +300,7 @@ def result(val_loss, val, val_data, train_data):
     if train_data.tokenizer == "bytes":
         # Counts from at most 20M bytes, which takes 0.5 GB of memory.
         base = byte_baselines(train_data.sequences(seq_len, 2 * 10 ** 7 // seq_len), val)
-        text += (f"\nbaselines on the same text: byte bigram {base['bigram']:.3f}, "
-                 f"byte unigram {base['unigram']:.3f} bits per byte")
+        text += f"\nbaselines, same text: byte bigram {base['bigram']:.3f}, unigram {base['unigram']:.3f} bits per byte"
     return text
 
 
@@ -306,20 +308,25 @@ def result(val_loss, val, val_data, train_data):
 # The start
 
 def take_settings(path, saved, given):
-    """Gives this run the settings of the checkpoint that it continues: `saved` ones count unless given;
-    out_dir and resume never do, nor does one that this revision does not know. Returns what differs, for a message.
-    Raises UserError for another text."""
+    """
+    Gives this run the settings of the checkpoint that it continues. saved: those in the checkpoint. given: the names of
+    those given to this run. Returns what changes, for a message. Raises UserError for another text. What counts:
+
+      out_dir, resume    this run's own: the checkpoint may have been moved
+      init_from          the saved one, also if one is given: what the run began with
+      data               the saved one; another one is refused
+      all others         the given one, else the saved one, else (a setting that is new in this revision) the default
+    """
     if "data" in given and os.path.realpath(data) != os.path.realpath(saved["data"]):
         raise UserError(f"{path} was trained on {saved['data']}, not on {data}: leave data out to continue with that "
                         f"text, or begin with --init_from={shlex.quote(path)} --out_dir=FOLDER to train its weights on "
                         f"another; if it has moved, make {saved['data']} a link to it (ln -s)")
-    # out_dir is where the checkpoint was found, not the saved one. init_from is what the run began with: the saved one
-    # counts even if one was given.
-    ours, given = settings_of(globals()), {*given} - {"init_from"}
+    ours = settings_of(globals())
     # `fit` gives each value the type of this revision's default, or refuses it.
-    known = {k: fit(k, v, ours[k], path) for k, v in saved.items() if k in ours.keys() - {"out_dir", "resume"}}
-    globals().update({k: v for k, v in known.items() if k not in given})
-    return "".join(f", {k}: {v} -> {ours[k]}" for k, v in known.items() if k in given and v != ours[k])
+    saved = {k: fit(k, v, ours[k], path) for k, v in saved.items() if k in ours.keys() - {"out_dir", "resume"}}
+    changed = [k for k, v in saved.items() if k in given and k != "init_from" and v != ours[k]]
+    globals().update({k: v for k, v in saved.items() if k not in changed})
+    return "".join(f", {k}: {saved[k]} -> {ours[k]}" for k in changed)
 
 
 def check_settings():
@@ -331,8 +338,7 @@ def check_settings():
     if short_iters and (seq_len % short_len or block_len < seq_len and short_len % block_len):
         raise UserError(f"short_len must divide seq_len ({seq_len}) into whole blocks, but is {short_len}")
     if warmup_iters >= max_iters:
-        raise UserError(f"warmup_iters must be below max_iters ({max_iters}), but is {warmup_iters}; "
-                        f"add --warmup_iters=0")
+        raise UserError(f"warmup_iters ({warmup_iters}) must be below max_iters ({max_iters}); add --warmup_iters=0")
 
 
 def make_folder():

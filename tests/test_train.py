@@ -31,13 +31,13 @@ def draws(monkeypatch):
 
 def test_every_row_has_noise_and_data_of_its_own_and_every_step_its_learning_rate_and_clipping(
         tiny, tmp_path, monkeypatch, draws):
-    updates, step = [], ShardedAdamW.step
-    monkeypatch.setattr(ShardedAdamW, "step", lambda self, *update: updates.append(update) or step(self, *update))
+    made, step = [], ShardedAdamW.step
+    monkeypatch.setattr(ShardedAdamW, "step", lambda self, lr, scale: made.append((lr, scale)) or step(self, lr, scale))
     train = run([*tiny, "--micro_batch_size=2", "--grad_clip=0.5"])
     noise = {(*a.tolist(), *b.tolist()) for _, t, is_masked in draws for a, b in zip(t, is_masked)}
     rows = {tuple(row.tolist()) for x0, *_ in draws for row in x0}
     assert len(noise) == len(rows) == 4 * 4             # four steps of four rows
-    rates, scales = zip(*updates)
+    rates, scales = zip(*made)
     assert list(rates) == [train.learning_rate_at(i) for i in range(4)]
     norms = [row["grad_norm"] for row in read_log(tmp_path / "log.jsonl") if "loss" in row]
     assert scales == pytest.approx([min(1, 0.5 / norm) for norm in norms], rel=1e-3)
@@ -50,7 +50,7 @@ def test_a_run_by_the_default_settings_logs_and_says_what_is_written_down_here(c
     assert [row["loss"], row["grad_norm"], last["val_loss"]] == pytest.approx([5.24272, 2.2667, 4.86301], abs=1e-4)
     assert row["tok_per_s"] * row["ms"] == pytest.approx(2 * 256 * 1000, rel=1e-3)
     # 768 tokens are 765 bytes.
-    assert "perplexity 129.41, 7.043 bits per byte, on 768 tokens\nbaselines on the same text: byte bigram 2.328" in (
+    assert "perplexity 129.41, 7.043 bits per byte, on 768 tokens\nbaselines, same text: byte bigram 2.328" in (
         capsys.readouterr().out)
 
 

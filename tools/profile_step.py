@@ -61,7 +61,7 @@ def main():
         config, kinds = config_from_file(name), Counter()
         with torch.set_grad_enabled(not sampling):
             step = denoising_step(config, dev) if sampling else training_step(config, micro_batch_size, dev)
-            wall, _, _ = measure(step, dev, warmup=2, iterations=1)            # compiles first
+            wall, _, _ = measure(step, dev, n_warmup=2, n_timed=1)          # compiles first
             kernels = kernels_of(step, dev)
         for key, _, ms in kernels:
             kinds[kind_of(key)] += ms

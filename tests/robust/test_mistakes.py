@@ -20,7 +20,7 @@ COMMANDS = [
     ("train.py --mamba_head_dim=48", "mamba_expand * d_model is 64, but must be a multiple of mamba_head_dim = 48"),
     ("train.py --block_len=0", "block_len must be above 0 and finite, but is 0"),
     ("train.py --batch_size=4 --micro_batch_size=3", "must divide the 4 sequences"),
-    ("train.py --warmup_iters=4", "warmup_iters must be below max_iters (4), but is 4; add --warmup_iters=0"),
+    ("train.py --warmup_iters=4", "warmup_iters (4) must be below max_iters (4); add --warmup_iters=0"),
     ("train.py --kernels=triton", "kernels must be one of auto, torch, mamba_ssm, but is 'triton'"),
     ("train.py --min_lr=1", "min_lr must be at most"),
     ("train.py --learning_rate=0", "above 0"),
