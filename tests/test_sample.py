@@ -76,6 +76,7 @@ def test_a_gap_is_filled_by_what_the_model_says_between_both_sides(name):
     with torch.no_grad():
         logits = model.all_block_logits(whole.masked_fill(whole == mask, 0), whole, torch.zeros(1, whole.size(1) // l))
     assert torch.equal(out.tokens[0][18:20], logits[0, 18:20].argmax(-1))
+    assert out.cache_bytes == model.new_cache(1, 0 if c.full_sequence else 16).nbytes          # whole blocks of the prompt
 
 
 @pytest.mark.parametrize("engine", ENGINES)
