@@ -56,12 +56,10 @@ def both_passes(name, ours, others, flops, weights=()):
     def forward(f, inputs):
         return torch.no_grad()(lambda: f(*inputs))
     read, written = (sum(v.nbytes for v in tensors(x)) for x in ([*ours[1], *weights], forward(*ours)()))
-    for what, wrap, work in (
-            ("forward", forward, (flops, read + written)),
-            ("forward + backward", functools.partial(with_backward, weights=weights),
-             (3 * flops, 3 * read + 2 * written))):
-        rivals = {name: wrap(*other) for name, other in others.items()}
-        yield f"{name}, {what}", wrap(*ours), rivals, *work
+    yield (f"{name}, forward", forward(*ours), {k: forward(*pair) for k, pair in others.items()}, flops, read + written)
+    both = functools.partial(with_backward, weights=weights)
+    yield (f"{name}, forward + backward", both(*ours), {k: both(*pair) for k, pair in others.items()}, 3 * flops,
+           3 * read + 2 * written)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -79,16 +77,15 @@ def mixer_rows(factory, big, compiled):
     mixer = model.layers[1].mixer.fwd
     torch._dynamo.config.recompile_limit = 64           # two forms, two passes, three implementations
     run = torch.compile(mixer, dynamic=False) if compiled else mixer
-    def with_kernels(select):
-        def call(*inputs):
-            with ops.plain():
-                select()
-                return run(*inputs)
-        return call
-    def select_mamba_ssm():
+    def plain(*inputs):
+        with ops.plain():
+            return run(*inputs)
+    def with_mamba_ssm(*inputs):
         from fast import mamba_ssm
-        mamba_ssm.library()                             # imports the package also without its CUDA extension
-        mamba_ssm.select()
+        mamba_ssm.library()                             # without the package its ImportError, which `timed` tells
+        with ops.plain():
+            mamba_ssm.select()
+            return run(*inputs)
     (c, w), h, n, di = mixer.conv_weight.shape, mixer.heads, mixer.d_state, mixer.d_inner
     for form, rows, m in (("clean stream", b, s - l), ("noisy rows", b * s // l, l)):
         inputs = torch.randn(rows, m, config.d_model, **factory), None, None, l
@@ -97,10 +94,8 @@ def mixer_rows(factory, big, compiled):
             inputs = inputs[0], torch.randn(rows, w - 1, c, **factory), ssm, None, False
         products = mixer.in_proj.weight.numel() + mixer.out_proj.weight.numel()
         flops = 2 * rows * m * (products + 64 * n + 64 * di + 2 * n * di)      # chunks of 64
-        yield from both_passes(f"mixer, {form}", (run, inputs), {
-            "mamba-ssm": (with_kernels(select_mamba_ssm), inputs),
-            "torch.compile of plain" if big else "plain torch": (with_kernels(lambda: None), inputs)},
-            flops, [*mixer.parameters()])
+        others = {"mamba-ssm": (with_mamba_ssm, inputs), "plain torch" + ", compiled" * compiled: (plain, inputs)}
+        yield from both_passes(f"mixer, {form}", (run, inputs), others, flops, [*mixer.parameters()])
 
 
 def sdpa(big, **options):
@@ -171,20 +166,18 @@ def block_attention_rows(factory, big, compiled):
 
 def cross_entropy_rows(factory, big, compiled):
     """Head and loss. Liger's loss has no token weights, so it does less work."""
-    @functools.cache
-    def liger():
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-        return LigerFusedLinearCrossEntropyLoss(reduction="sum")
     m, d, v = (32768, 896, 50258) if big else (128, 32, 500)
     hidden, head = torch.randn(m, d, **factory), 0.02 * torch.randn(v, d, **factory)
     target = torch.randint(0, v - 1, (m,), device=factory["device"])
     weight = torch.rand(m, device=factory["device"]) + 1
     def with_gradients(f):
         return with_backward(lambda x, w: f(x, w, target, weight), (hidden, head))
-    unweighted = with_backward(lambda x, w: liger()(w[:-1], x, target), (hidden, head))
+    def liger(x, w, target, weight):
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+        return LigerFusedLinearCrossEntropyLoss(reduction="sum")(w[:-1], x, target)
     yield ("linear cross-entropy, forward + backward", with_gradients(ops.linear_cross_entropy), {
-        "F.cross_entropy on all logits": with_gradients(ops.linear_cross_entropy.plain), "Liger": unweighted},
-        6 * m * d * (v - 1), 3 * (hidden.nbytes + head.nbytes), 1, False)
+        "F.cross_entropy on all logits": with_gradients(ops.linear_cross_entropy.plain),
+        "Liger": with_gradients(liger)}, 6 * m * d * (v - 1), 3 * (hidden.nbytes + head.nbytes), 1, False)
 
 
 def adamw_rows(factory, big, compiled):
@@ -268,6 +261,7 @@ def show(row):
 
 
 def main():
+    # Our settings are those of bench.py, in bench.py itself: there its `measure` and the generators above read them.
     vars(bench).update(configure(dict(vars(bench), __doc__=__doc__)))
     check(vars(bench), least=dict(iterations=1, warmup=0), endings=dict(out=".json"))
     for name in bench.only:

@@ -49,21 +49,21 @@ def export(checkpoint, to, dtype="float32"):
     write_file(os.path.join(to, CARD), card)
 
 
-@script("checkpoint.py")
 def main():
     """The command `python checkpoint.py export CHECKPOINT --to=FOLDER`."""
-    words = ["export", "--help"] if {"-h", "--help"} & {*sys.argv} else sys.argv[1:]
-    if words[:1] != ["export"] or len(words) < 2:
-        raise UserError(f"write python checkpoint.py export out/ --to=folder, not {' '.join(words) or 'nothing'}")
-    if not words[1].startswith("-"):
-        words[1] = f"--checkpoint={words[1]}"
-    settings = dict(globals(), checkpoint="out")
-    configure(settings, words[1:])
-    check(settings, choices=dict(dtype=("float32", "bfloat16")))
-    if not settings["to"]:
-        raise UserError("to is empty; name a new folder, as in --to=folder")
-    export(settings["checkpoint"], settings["to"], settings["dtype"])
-    print(f"the export is whole: python sample.py --checkpoint={shlex.quote(os.path.join(settings['to'], WEIGHTS))}")
+    with script("checkpoint.py"):
+        words = ["export", "--help"] if {"-h", "--help"} & {*sys.argv} else sys.argv[1:]
+        if words[:1] != ["export"] or len(words) < 2:
+            raise UserError(f"write python checkpoint.py export out/ --to=folder, not {' '.join(words) or 'nothing'}")
+        if not words[1].startswith("-"):
+            words[1] = f"--checkpoint={words[1]}"
+        settings = dict(globals(), checkpoint="out")
+        configure(settings, words[1:])
+        check(settings, choices=dict(dtype=("float32", "bfloat16")))
+        if not settings["to"]:
+            raise UserError("to is empty; name a new folder, as in --to=folder")
+        export(settings["checkpoint"], settings["to"], settings["dtype"])
+        print(f"exported; try python sample.py --checkpoint={shlex.quote(os.path.join(settings['to'], WEIGHTS))}")
 
 
 if __name__ == "__main__":

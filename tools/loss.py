@@ -5,8 +5,8 @@ Reads and draws the log of a training, out_dir/log.jsonl.
 """
 import contextlib
 import json
-import os
 import sys
+from pathlib import Path
 
 from configurator import script
 from tools import picture
@@ -17,17 +17,16 @@ def read_log(path):
     resumes logs the steps after its checkpoint again: the last line of a step counts. A line that was cut off, by a
     full disk or a kill, is left out."""
     rows = {}
-    with open(path, errors="replace") as f:
-        for line in f:
-            with contextlib.suppress(ValueError):
-                row = json.loads(line)
-                rows[row["step"], "val_loss" in row] = row
+    for line in Path(path).read_text(errors="replace").split("\n"):
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            rows[row["step"], "val_loss" in row] = row
     return [rows[key] for key in sorted(rows)]
 
 
 def draw(folder):
     """Draws training and validation loss (nats per token) from folder/log.jsonl to folder/loss.png."""
-    rows = read_log(os.path.join(folder, "log.jsonl"))
+    rows = read_log(Path(folder, "log.jsonl"))
     train = [(row["step"], row["loss"]) for row in rows if row.get("loss")]    # a loss that was not finite is None
     val = [(row["step"], row["val_loss"]) for row in rows if row.get("val_loss")]
     with picture(f"{folder}/loss.png", title=folder, xlabel="step", ylabel="NELBO, nats per token") as ax:

@@ -41,8 +41,7 @@ HUB = {                             # what `python data.py NAME` downloads: repo
     "dclm": ("mlfoundations/dclm-baseline-1.0", "a3b142c183aebe5af344955ae20836eb34dcf69b",
              r"global-shard.*/local-shard.*/.*\.jsonl\.zst", "train"),
     "c4": ("allenai/c4", "main", r"en/c4-validation\..*\.json\.gz", "val"),
-    "paloma": ("allenai/paloma", "main", r"c4_en/val/.*\.jsonl\.gz", "val"),
-}
+    "paloma": ("allenai/paloma", "main", r"c4_en/val/.*\.jsonl\.gz", "val")}
 TAKES = dict(                       # the arguments that each command takes
     stdlib="out", show="paths", text="paths val out tokenizer val_fraction split_on text_key skip_bad",
     **dict.fromkeys(HUB, "tokens out tokenizer val_fraction split_on skip_bad local"))
@@ -151,6 +150,8 @@ class Preparation:
     tokens: stop when the split of the first source has this many, with the last document whole; 0: no limit.
     val_fraction: the share of the text that is kept for validation: random documents, but of few .txt the end of each.
     None: a tenth, but at most VAL_BYTES.
+
+    counts: files, documents, train_tokens, train_documents, ..., skipped, separators; so far.
     """
 
     def __init__(self, out, sources, settings, origin, revision=""):
@@ -160,9 +161,9 @@ class Preparation:
         if self.share is None:                              # no --val and no --val_fraction
             self.share = min(0.1, VAL_BYTES / max(1, sum(source.size for source in sources)))
         n_texts = sum(source.split == "train" and is_text(source.name) for source in sources)
-        self.keeps_ends = not settings.split_on and 0 < self.share * n_texts < 1       # else the share is whole files
+        # A share of less than one whole .txt file, such as a tenth of three: then the end of each of them is kept.
+        self.keeps_ends = not settings.split_on and 0 < self.share * n_texts < 1
         self.splits = {source.split for source in sources} | ({"val"} if self.share else set())
-        self.counts = Counter()             # files, documents, train_tokens, train_documents, ..., skipped, separators
         inputs = [(s.split, s.name, s.size, s.changed) for s in sources], revision, settings.tokenizer, settings.tokens
         inputs += settings.val_fraction, settings.split_on, settings.text_key
         self.made_from = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
@@ -173,17 +174,17 @@ class Preparation:
             self.parts.mkdir(parents=True, exist_ok=True)
             with lock(self.parts / "lock", f"another process is writing to {self.out}; wait for it, or {ELSEWHERE}"):
                 if not self.is_made():                  # else that process has just finished
-                    if self.progress.exists():
-                        self.counts.update(json.loads(self.progress.read_text())["counts"])
                     self.write_splits()
                     self.finish()
         shutil.rmtree(self.parts, ignore_errors=True)
         return read_meta(self.out)
 
     def is_made(self):
-        """Whether the folder is finished. Raises UserError if it holds anything that this command did not make."""
+        """Whether the folder is finished. If it is not, takes over what an earlier run has counted. Raises UserError if
+        the folder holds anything that this command did not make."""
         records = [path for path in (self.out / "meta.json", self.progress) if path.exists()]
         record = json.loads(records[0].read_text()) if records else {}
+        self.counts = Counter(record.get("counts"))
         # A run that has finished no file yet, perhaps because of a wrong setting, may go on with other ones.
         if record and record.get("made_from") != self.made_from and record.get("counts") != {}:
             raise UserError(f"{self.out} was made from other files or with other settings, or the files have changed "
@@ -207,9 +208,8 @@ class Preparation:
     def write_splits(self):
         """Writes the tokens of the input files that are not done."""
         self.sync()                                     # from now on the folder is known as ours
-        with contextlib.ExitStack() as opened:
-            pool = opened.enter_context(ThreadPoolExecutor(os.cpu_count()))
-            self.bar = opened.enter_context(tqdm(desc=str(self.out), unit="tok", unit_scale=True))
+        with (ThreadPoolExecutor(os.cpu_count()) as pool, contextlib.ExitStack() as opened,
+              tqdm(desc=str(self.out), unit="tok", unit_scale=True) as self.bar):
             files = {split: opened.enter_context(open(self.out / f"{split}.bin", "ab")) for split in self.splits}
             for split, file in files.items():
                 size = 2 * self.counts[f"{split}_tokens"]                      # 2 bytes a token
@@ -392,8 +392,7 @@ def show(path):
 
 def unescaped(text):
     r"""The text of --split_on with \n for a line break, \t for a tab, and so on; all documents have \n as line ends."""
-    text = re.sub(r"\\[nrtf\\]", lambda found: found[0].encode().decode("unicode_escape"), text)
-    return text.replace("\r\n", "\n")
+    return re.sub(r"\\[nrtf\\]", lambda found: found[0].encode().decode("unicode_escape"), text).replace("\r\n", "\n")
 
 
 def parse_arguments(argv):
@@ -411,6 +410,9 @@ def parse_arguments(argv):
                         help="ends a document, for example <|endoftext|>, or \\n\\n for an empty line")
     parser.add_argument("--text_key", default="text", metavar="NAME", help="the field of the text (default: text)")
     parser.add_argument("--skip_bad", action="store_true", help="report bad documents and go on")
+    if "--split_on" in argv[:-1]:                       # argparse would take a value such as --- for another option
+        at = argv.index("--split_on")
+        argv = [*argv[:at], f"--split_on={argv[at + 1]}", *argv[at + 2:]]
     args = parser.parse_intermixed_args(argv)
     for name, value in vars(args).items():
         if value != parser.get_default(name) and name not in ("command", *TAKES[args.command].split()):
@@ -442,8 +444,7 @@ def prepare_text(args):
 def main(argv):
     """Runs one command. Errors end the process as in configurator.script."""
     with script("data.py"):
-        # argparse would take a value such as --- for another option.
-        args = parse_arguments("\0".join(["", *argv]).replace("--split_on\0", "--split_on=").split("\0")[1:])
+        args = parse_arguments(argv)
         args.out = args.out or f"data/{args.command}"
         if args.command == "stdlib":
             prepare_stdlib(args.out)

@@ -20,20 +20,19 @@ PROTOCOL = dict(batch=1, decoder="random", tokens_per_step=16)
 
 
 def read(files):
-    """What bench.py's files hold of the paper's 700M models: {(kind, length): row}, and what they were measured on. If
-    several files have the same row, the newest wins."""
-    found, machines = {}, set()
-    records = [json.loads(Path(path).read_text()) for path in files]
-    for record in sorted(records, key=lambda r: r.get("when", "")):
+    """What bench.py's files hold of the paper's 700M models: {kind: {length: tokens/s}}, and what they were measured
+    on. If several files have the same row, the newest counts."""
+    speed, machines = {kind: {} for kind in MODELS}, set()
+    for record in sorted((json.loads(Path(path).read_text()) for path in files), key=lambda r: r.get("when", "")):
         for row in record["rows"]:
             kind, _, size = row.get("config", "").rpartition("_")
             usual = all(row.get(field, value) == value for field, value in PROTOCOL.items())
             if record["bench"] == "sample" and kind in MODELS and size == "700m" and usual and "error" not in row:
-                found[kind, row["length"]] = row
+                speed[kind][row["length"]] = row["tok_per_s"]
                 machines.add(f"{record['hardware']['name']}, torch {record['hardware']['torch']}")
-    if not found:
+    if not machines:
         raise UserError("the files hold no generation by the 700M models; make some: python bench.py sample --out=FILE")
-    return found, " and ".join(sorted(machines))
+    return speed, " and ".join(sorted(machines))
 
 
 def curves(ax, ours, paper):
@@ -49,10 +48,11 @@ def curves(ax, ours, paper):
         ax.plot(*zip(*paper[kind].items()), "o", mfc="white", ms=5, color=MODELS[kind][1])
         if values:
             ax.plot(*zip(*sorted(values.items())), ".-", color=MODELS[kind][1], zorder=3)
-        ends.append((*max((values or paper[kind]).items())[::-1], kind))
+        length, speed = max((values or paper[kind]).items())           # of the right end
+        ends.append((speed, length, kind))
     bottom, top = ax.get_ylim()
     at = bottom
-    for y, x, kind in sorted(ends):
+    for y, x, kind in sorted(ends):                     # from the lowest curve up
         label, colour = MODELS[kind]
         at = max(y, at * (top / bottom) ** 0.045)
         ax.plot([x, right], [y, at], ":", lw=0.8, color=colour, zorder=1, clip_on=False)
@@ -65,8 +65,7 @@ def main():
     configure(globals(), [word for word in sys.argv[1:] if word not in files])
     if not files:
         raise UserError("name what to draw, files that bench.py wrote: python -m tools.throughput FILE...")
-    found, machines = read(files)
-    speed = {kind: {n: row["tok_per_s"] for (k, n), row in found.items() if k == kind} for kind in MODELS}
+    speed, machines = read(files)
     note = f"tokens generated\nlines: ours, {machines}\nhollow: the paper, A100-80GB; random weights, batch 1, bf16"
     os.makedirs(figures, exist_ok=True)
     with picture(f"{figures}/throughput.png", ylabel="tokens/s", xlabel=note,

@@ -73,8 +73,7 @@ def test_plot_draws_a_figure_and_the_newest_row_wins(tmp_path):
     files = [tmp_path / "new.json", tmp_path / "old.json"]
     for path, when, found in zip(files, "21", (new, rows)):
         path.write_text(json.dumps(dict(bench="sample", when=when, rows=found, hardware=dict(name="a", torch="2.0"))))
-    sample, machines = throughput.read(files)
-    speed = {kind: {n: r["tok_per_s"] for (k, n), r in sample.items() if k == kind} for kind in MODELS}
+    speed, machines = throughput.read(files)
     assert speed["mamba_h"] == {256: 100, 512: 300} and machines == "a, torch 2.0"
     assert script("tools/throughput.py", files[0], f"--figures={tmp_path}", *files[1:])[0] == 0
     assert (tmp_path / "throughput.png").exists()
