@@ -101,7 +101,7 @@ def find_checkpoint(path):
                           repository
       hf://owner/name     an export on the Hugging Face hub, or with @revision at its end one of its revisions, which is
                           downloaded unless it is in the hub's cache
-      auto                out, if it holds one of these, else assets/novelist, the model that ships
+      auto                out, if it holds one of these, else assets/storyteller, which ships
     """
     if path.startswith("hf://"):
         from huggingface_hub import snapshot_download
@@ -111,7 +111,7 @@ def find_checkpoint(path):
         except Exception as error:                      # hub, network and disk raise many types of errors
             raise UserError(f"{path} cannot be downloaded ({type(error).__name__}): check the name, which is "
                             f"hf://owner/name, and the network; a private model needs hf auth login") from error
-    folders = ["out", ROOT / "assets" / "novelist"] if path == "auto" else [path, ROOT / path]
+    folders = ["out", ROOT / "assets" / "storyteller"] if path == "auto" else [path, ROOT / path]
     files = [os.path.join(folder, name) for folder in folders for name in ("ckpt.pt", WEIGHTS)]
     # The first one that exists. If none does, load_checkpoint will refuse `path` as it stands.
     return next((str(file) for file in (*folders, *files) if os.path.isfile(file)), path)

@@ -40,7 +40,7 @@ load_cache = ""                         # continue from a cache that save_cache 
 length = 512                            # tokens to generate (max_new_tokens, in nanoGPT)
 num_samples = 1                         # samples generated side by side, as the rows of one batch
 decoder = "strided"                     # it costs the fewest bits a pass (docs/results.md); the others: decoders.py
-tokens_per_step = 0                     # p, tokens revealed per step; 0: at most 16 steps a block
+tokens_per_step = 0                     # p, tokens revealed per step; 0: at most 32 steps a block
 threshold = 0.9                         # with decoder=threshold: reveal where a token has at least this probability
 entropy_bound = 0.5                     # with decoder=entropy_bound: reveal positions of together this entropy, in nats
 temperature = 1.0                       # 0: the most probable token
@@ -316,8 +316,8 @@ def main():
     suffix_tokens = tokenizer.encode_ordinary(suffix)
 
     l, (start,), _ = plan(c, [tokens], length, len(suffix_tokens))
-    # At most 16 steps a block. In the window of a full-sequence model `length` tokens are masked, and not the prompt.
-    per_step = tokens_per_step or math.ceil(c.block_of(length) / 16)
+    # At most 32 steps a block. In the window of a full-sequence model `length` tokens are masked, and not the prompt.
+    per_step = tokens_per_step or math.ceil(c.block_of(length) / 32)
     sampler = Sampler([seed + i for i in range(num_samples)], decoder, per_step, threshold, entropy_bound, temperature,
                       top_k, top_p, mask_id=c.mask_id)
     one_thread_if_small(2 * n_params * l * num_samples)

@@ -18,6 +18,8 @@ max_iters = 6900                # 384 x 1024 x 6900 = 2.7B bytes, 23 passes over
 warmup_iters = 500
 learning_rate = 4e-3
 init_std = 0.05
+t_min, t_max = 0.3, 0.7         # noise of the middle (docs/results.md); the model that ships had t from 0.001 to 1
+stratified = True
 embed_std = 1.0
 eval_interval = 1000
 eval_sequences = 512

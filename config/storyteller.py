@@ -1,6 +1,7 @@
-# BDLM Mamba-H on bytes, trained on TinyStories: simple language, which six million parameters can hold.
-#     python data.py jsonl train.jsonl.zst --val validation.jsonl.zst --tokenizer bytes --out data/stories
-#     python train.py config/storyteller.py
+# BDLM Mamba-H on bytes, trained on TinyStories: the model of assets/storyteller. Simple language is what six million
+# parameters can hold.
+#     python data.py text train.jsonl.zst --val validation.jsonl.zst --tokenizer bytes --out data/stories
+#     torchrun --nproc_per_node=2 train.py config/storyteller.py --init_from=assets/novelist
 
 out_dir = "out/storyteller"
 data = "data/stories"
@@ -16,13 +17,13 @@ d_state = 32                    # 6 Mamba-2 heads of 64
 
 t_min, t_max = 0.3, 0.7         # noise of the middle: docs/results.md
 stratified = True
-batch_size = 64
-max_iters = 3600                # 64 x 1024 x 3600 = 236M bytes, 16 passes over the text
+batch_size = 256                # 2 GPUs x 128 sequences
+max_iters = 7000                # 256 x 1024 x 7000 = 1.8B bytes, 127 passes over the text
 warmup_iters = 300
 learning_rate = 4e-3
 init_std = 0.05
 embed_std = 1.0
-eval_interval = 600
+eval_interval = 1000
 eval_sequences = 256
 eval_samples = 2
 log_interval = 50

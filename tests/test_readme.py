@@ -66,7 +66,7 @@ def test_the_models_of_config_are_those_of_the_readme_and_have_the_papers_parame
         assert c.attn_every == (6 if "mamba" in name else 1)
     assert {name: f"{millions(name):.2f}" for name in PARAMS} == {name: f"{count:.2f}" for name, count in PARAMS.items()}
     assert "with blocks of 256" in README and "every sixth layer attends" in README
-    assert f"[{millions('novelist'):.1f}M parameters](assets/novelist/README.md)" in README
+    assert f"[{millions('storyteller'):.1f}M parameters](assets/storyteller/README.md)" in README
 
 
 def test_the_results_are_those_of_the_json_files_and_of_the_paper():

@@ -1,9 +1,9 @@
 """
-Prints and draws what `python eval.py --decoders` found: bits per byte against passes per block, or against tokens per
-pass where block lengths differ.
+Prints and draws what `python eval.py --decoders` found: bits per byte against tokens a pass.
 
     python eval.py --decoders=random:1,random:4,strided:1,strided:4 --out=out/prices.json
     python -m tools.prices --files=out/prices.json      # one or more; writes out/prices.png
+    python -m tools.prices --files=assets/frontier.json --rules=strided --out=assets/frontier.png
 """
 import json
 
@@ -13,6 +13,7 @@ from tools import picture, print_table
 # ----------------------------------------------------------------------------------------------
 # Settings
 files = []                              # of eval.py
+rules = []                              # draw only these, such as strided; []: all
 out = "out/prices.png"                  # the picture
 # ----------------------------------------------------------------------------------------------
 
@@ -36,15 +37,15 @@ def main():
 
     lines = {}
     for row in rows:
-        lines.setdefault((row["text"], row["model"], row["decoder"].partition(":")[0]), []).append(row)
-    one_length = len({row["block_len"] for row in rows}) == 1
-    with picture(out, ylabel="bits per byte", xlabel="passes per block" if one_length else "tokens per pass") as ax:
+        rule = row["decoder"].partition(":")[0]
+        if not rules or rule in rules:
+            lines.setdefault(", ".join(part for part in (row["model"], rule) if [part] != rules), []).append(row)
+    with picture(out, ylabel="bits per byte", xlabel="bytes or tokens a pass") as ax:
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter("{x:g}")
-        for (folder, model, rule), line in lines.items():
-            x = [row["passes"] if one_length else row["block_len"] / row["passes"] for row in line]
-            ax.errorbar(x, [row["bpb"] for row in line], [row["bpb_se"] for row in line], fmt="o-", ms=3, capsize=2,
-                        label=f"{folder}, {model}, {rule}")
+        for label, line in lines.items():
+            x, y, error = zip(*((row["block_len"] / row["passes"], row["bpb"], row["bpb_se"]) for row in line))
+            ax.errorbar(x, y, error, fmt="o-", ms=3, capsize=2, label=label)
 
 
 if __name__ == "__main__":

@@ -145,10 +145,10 @@ def test_letters_of_several_bytes_are_shown_when_all_their_bytes_are_known():
     assert sample.line_of(get_tokenizer("bytes"), tokens, 257) == "жд░ё░░░"
 
 
-def test_a_full_sequence_model_takes_16_steps_also_after_a_long_prompt(monkeypatch, tmp_path, capsys):
+def test_a_full_sequence_model_takes_32_steps_also_after_a_long_prompt(monkeypatch, tmp_path, capsys):
     save_checkpoint(tmp_path / "full.pt", make_model("attention", torch.float32, vocab_size=258), tokenizer="bytes")
-    run(monkeypatch, str(tmp_path / "full.pt"), prompt="x" * 200, length=32, tokens_per_step=0)
-    assert " 16 forward passes" in capsys.readouterr().err
+    run(monkeypatch, str(tmp_path / "full.pt"), prompt="x" * 200, length=64, tokens_per_step=0)
+    assert " 32 forward passes" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------
@@ -189,10 +189,10 @@ def test_a_special_token_in_a_prompt_and_equal_samples_are_said(laptop, monkeypa
 
 
 def test_the_default_is_a_run_in_out_or_else_the_model_that_ships_in_any_folder(saved, tmp_path, monkeypatch):
-    shipped = str(ROOT / "assets" / "novelist" / "model.safetensors")
+    shipped = str(ROOT / "assets" / "storyteller" / "model.safetensors")
     (tmp_path / "elsewhere" / "out").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert find_checkpoint("auto") == find_checkpoint("assets/novelist") == shipped
+    assert find_checkpoint("auto") == find_checkpoint("assets/storyteller") == shipped
     monkeypatch.chdir(tmp_path)
     status, printed, error = script("sample.py", "--device=cpu", "--length=9")
     assert status == 0 and len(printed.encode()) > 9 and error.startswith("out/ckpt.pt: "), error

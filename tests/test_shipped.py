@@ -10,10 +10,16 @@ from decoders import generate_naive
 from nelbo import NATS
 from test_eval import license_text, sums_of
 
-# Of each model: the NELBO of the license in nats per byte; 40 bytes after the prompt, by seed 5 and `random`; bits per
-# byte of the license with four bytes a step.
+STORY = """Once upon a time there was a small dog named Rex. Rex liked to dig in the garden. One day he found an old key.
+"What does it open?" asked his friend, a bird. They tried the shed, and inside stood a red boat. "Now we can go to the
+lake!" said Rex. They were very happy."""
+# Of each model: the NELBO of the license in nats per byte; 40 bytes after the prompt, by seed 5 and `random`; a text of
+# its kind, and its bits per byte with four bytes a step.
 PROMPT = "The old house was silent, and "
-SHIPPED = {"novelist": (2.08903, "Cdevtndon Creedhlye harried in tethers b", [2.7591, 3.0691, 3.0839])}
+SHIPPED = {
+    "novelist": (2.08903, "Cdevtndon Creedhlye harried in tethers b", license_text(), [2.7591, 3.0691, 3.0839]),
+    "storyteller": (3.20137, "to Jenry. Mia hed his mind and would nev", torch.tensor([list(STORY.encode())]),
+                    [1.3428, 1.3763, 1.8883])}
 
 
 @pytest.fixture(scope="module", params=SHIPPED)
@@ -48,7 +54,7 @@ def test_a_sample_begins_with_its_prompt_and_equals_generation_without_a_cache(s
 
 
 def test_on_real_text_strided_costs_less_than_random_and_confidence(shipped):
-    text = license_text()[:, :256]
+    text, want = SHIPPED[shipped[0]][2][:, :256], SHIPPED[shipped[0]][3]
     bits = [float(price_of(shipped[1], text, f"{rule}:4")[0].sum()) / text.numel() / 0.6931
             for rule in ("strided", "random", "confidence")]
-    assert bits == pytest.approx(SHIPPED[shipped[0]][2], abs=1e-3) and bits[0] + 0.2 < min(bits[1:])
+    assert bits == pytest.approx(want, abs=1e-3) and bits[0] == min(bits)
