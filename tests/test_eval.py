@@ -92,7 +92,7 @@ def test_noise_levels_are_uniform_on_their_stratum_and_independent_and_the_maske
     for stratified in (False, True):
         sums_of(model, torch.zeros(2, 32, dtype=torch.long), mc=3, stratified=stratified)
     assert drawn == [(0, 1)] * 3 + [(0, 3), (1, 3), (2, 3)]
-    assert len(set(seeds)) == 2 * 3 and seeds[:6] == seeds[6:]                 # of two sequences and three samples
+    assert len(set(seeds)) == 2 * 3 and seeds[:6] == seeds[6:] and max(seeds) > 2 ** 60         # 2 sequences, 3 samples
 
 
 @all_models
