@@ -170,7 +170,7 @@ def bench_sample(parallel):
     is the paper's protocol."""
     dev, on_gpu = parallel.device, parallel.device.type == "cuda"
     for name, config in models("700m", dev):
-        most = (65536 if config.full_sequence else config.rope_capacity) if on_gpu else 1024
+        most = (65536 if config.full_sequence else config.rope_capacity) if on_gpu else 1024       # tokens, all samples
         for b in batch:
             for length in lengths or [n for n in paper.LADDER if b * n <= most]:
                 row = dict(config=name, length=length, batch=b, decoder=decoder, tokens_per_step=tokens_per_step)
@@ -186,7 +186,7 @@ def time_generation(config, dev, b, length):
     build = engine_builder(config, dev, b, length)
     started = time.perf_counter()
     engine = build()
-    n_blocks = -(-length // engine.block.xt.size(1))
+    n_blocks = -(-length // engine.block.xt.size(1))    # rounded up
     row = dict(engine=engine.name, cache_bytes=engine.cache.nbytes, capture_s=now(dev) - started)
     if config.full_sequence:                            # all steps run over the same window
         how, (seconds, spread, _) = "step x length / p", measure(engine.step, dev, warmup, iterations)

@@ -174,6 +174,7 @@ def script(name, namespace=None):
         print(f"{name}: stopped", file=sys.stderr)
         sys.exit(130)
     except (UserError, ImportError, OSError, UnicodeError) as error:       # UnicodeError: text that should be UTF-8
+        # A text times False is empty.
         sys.exit(f"{name}: {error}" + "; requirements.txt says what to install" * isinstance(error, ImportError)
                  + "; make room, and run it again" * (getattr(error, "errno", 0) == errno.ENOSPC))
     except (MemoryError, RuntimeError) as error:

@@ -3,8 +3,8 @@
 A prepared folder holds train.bin, val.bin or both: uint16 tokens and nothing else, with end-of-text after each
 document; and meta.json, which is written last: a folder without it is unfinished.
 
-This file prepares the default corpus, Python's own source, and reads all folders. The command is that of
-tools/prepare.py, which prepares other text, too; `python data.py` is its short name. Training does not need it.
+This file prepares the default corpus, Python's own source, and reads all folders. `python data.py` starts
+tools/prepare.py, which prepares other text, too; training does not import that.
 
     python data.py stdlib                                   # the default corpus: no download
     python data.py text *.jsonl.zst --val valid.jsonl --tokenizer gpt2 --out data/mine
@@ -44,6 +44,7 @@ def get_tokenizer(name):
     if name not in VOCABULARY:
         raise UserError(f"there is no tokenizer {name!r}: choose {' or '.join(VOCABULARY)}")
     if name == "bytes":
+        # ranks: {the bytes of a token: its id}. The pattern cuts a text into pieces, in which tokens are merged.
         pattern, ranks, special = r"[\s\S]", {bytes([i]): i for i in range(256)}, {"<|endoftext|>": 256}
     else:
         try:
@@ -77,6 +78,7 @@ def encode(tokenizer, text):
     text = re.sub("[\ud800-\udfff]", "\ufffd", text)
     utf8, is_bytes = text.encode(), tokenizer.name == "bytes"
     ids = np.frombuffer(utf8, np.uint8) if is_bytes else tokenizer.encode_to_numpy(text, disallowed_special=())
+    # Unsafe: from wider ints to 16 bits, which hold every id.
     return np.concatenate([ids, [tokenizer.eot_token]], dtype="<u2", casting="unsafe"), len(utf8)
 
 
@@ -218,10 +220,10 @@ class TokenData:
     def batch(self, seed, step, rows, batch_size, seq_len):
         """The sequences `rows` (a range of ints) of the global batch of `step`: int64 (len(rows), seq_len).
 
-        Training reads one epoch after another. Each epoch visits every window once, in its own random
-        order. Row r of step s is number s * batch_size + r in this series of windows. So a batch is
-        a pure function of the arguments: it does not depend on the number of ranks, on the size of
-        micro-batches, or on where a run was resumed.
+        nanoGPT's get_batch cuts windows at random places. Here training reads one epoch after another. Each epoch
+        visits every window once, in its own random order. Row r of step s is number s * batch_size + r in this series
+        of windows. So a batch is a function of the arguments alone: it does not depend on the number of ranks, on the
+        size of micro-batches, or on where a run was resumed.
         """
         n = self.n_windows(seq_len)
         places = [divmod(step * batch_size + row, n) for row in rows]          # (epoch, place in its order) of each row
@@ -259,7 +261,7 @@ def byte_baselines(train_tokens, val_tokens):
     end-of-text; that of a later window, the last token of the window before it. Tokens: tensors or arrays of any shape.
     """
     v = 257
-    train, val = (np.append(256, x) for x in (train_tokens, val_tokens))         # int64, flat
+    train, val = (np.append(256, x) for x in (train_tokens, val_tokens))         # int64, flat, after an end-of-text
     unigram = np.bincount(train[1:], minlength=v) + 1.0                                 # (v,)
     bigram = np.bincount(train[:-1] * v + train[1:], minlength=v * v).reshape(v, v) + 1.0
     unigram_bits = -np.log2(unigram / unigram.sum())[val[1:]].sum()

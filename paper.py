@@ -37,7 +37,7 @@ RESULTS = {
 TRAIN = dict(zip(MODELS, [229_957, 223_825, 151_976, 166_849]))
 
 # tab:inference-throughput: tokens/s of the 700M models on one A100, for each number of generated tokens in LADDER:
-# {number: its label on an axis}. The full-sequence models were measured at fewer, shorter lengths.
+# {number: its label on an axis, "" for none}. The full-sequence models were measured at fewer, shorter lengths.
 LADDER = {256: "256", 512: "512", 1024: "1K", 2048: "2K", 4096: "4K", 8192: "8K", 16_384: "16K", 32_768: "32K",
           65_536: "65K", 131_072: "131K", 200_000: "", 262_144: "262K"}
 SAMPLE = {kind: dict(zip(LADDER, speeds)) for kind, speeds in zip(MODELS, [
@@ -48,7 +48,7 @@ SAMPLE = {kind: dict(zip(LADDER, speeds)) for kind, speeds in zip(MODELS, [
 
 
 def kind_of(hybrid, full_sequence):
-    """The key of MODELS."""
+    """The key of MODELS for a model with Mamba layers or without, of one block or of several."""
     return ("diffumamba_h" if hybrid else "attention") if full_sequence else ("mamba_h" if hybrid else "bdlm_attention")
 
 

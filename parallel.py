@@ -152,7 +152,7 @@ class Parallel:
         if self.device.type == "cuda":
             if local_rank >= (count := torch.cuda.device_count()):
                 raise UserError(f"this machine has {count} GPUs; start torchrun with --nproc_per_node={count}")
-            self.device = torch.device(pick_device(f"cuda:{local_rank}"))
+            self.device = torch.device(pick_device(f"cuda:{local_rank}"))      # from now on the current one
         if self.rank > 0:
             sys.stdout = open(os.devnull, "w")
         if self.world > 1:

@@ -148,8 +148,8 @@ class Preparation:
 
     origin, revision: texts for meta.json, where the sources come from. settings: the arguments of `parse_arguments`.
     tokens: stop when the split of the first source has this many, with the last document whole; 0: no limit.
-    val_fraction: the share of the text that is kept for validation: random documents, but of few .txt the end of each.
-    None: a tenth, but at most VAL_BYTES.
+    val_fraction: the share of the text that is kept for validation: random documents or, if it is less than one whole
+    .txt file, the end of each. None: a tenth, but at most VAL_BYTES.
 
     counts: files, documents, train_tokens, train_documents, ..., skipped, separators; so far.
     """
