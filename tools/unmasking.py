@@ -102,8 +102,7 @@ def panel(found, left):
             f'<text x="{MARGIN}" y="24" class="title">{found["title"]}</text>'
             f'<svg width="{right:.1f}" height="{TITLE}"><g class="c{passes}">']
     rows += [f'<text x="{right:.1f}" y="{24 + TITLE * i}" class="count{" end" * (i == passes)}">{i} passes</text>'
-             for i in range(passes + 1)]
-    rows += ["</g></svg>"]
+             for i in range(passes + 1)] + ["</g></svg>"]
 
     for begin, end, first, last in found["blocks"]:
         breaks = [begin, *(i for i in range(begin + 1, end) if i % columns == 0), end]
