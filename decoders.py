@@ -2,21 +2,25 @@
 Which masked tokens a denoising step reveals. All engines share these rules. First a rule chooses p = `tokens_per_step`
 positions, or a number that depends on the logits; then a token is drawn at each of them and stays.
 
-  random         the next p positions of a random permutation. p = 1 is exact ancestral sampling if the model takes no
-                 t: then only the order of unmasking matters, and it is uniform.
+  random         the next p positions of a random permutation. p = 1, with a model that takes no t, draws exactly from
+                 the distribution whose -log the loss bounds: one token after the other, in a uniformly random order.
   strided        the next position, from left to right, in each of p equal parts of the block. So the tokens of a step
                  lie far apart and depend little on each other. p = 1 is from left to right.
   confidence     the p positions of which the model is surest: whose most probable token is most probable
   threshold      all positions whose most probable token has at least the probability `threshold`
-  entropy_bound  from the surest on, every position before which the entropies sum to at most `entropy_bound` nats
-                 (arXiv 2505.24857). This sum bounds what the tokens of a step tell about each other.
-  first_hitting  random with p = 1, and t follows the exact distribution of unmasking times. In a block that begins
-                 with known tokens, t starts at the masked fraction.
+  entropy_bound  takes positions from the surest on, and stops once the entropies of those taken sum to more than
+                 `entropy_bound` nats (arXiv 2505.24857). The sum without the last one bounds what the tokens of a step
+                 tell about each other.
+  first_hitting  random with p = 1, for models with time_conditioning. Each step draws t from the exact distribution of
+                 the time at which the next token is unmasked, where other decoders estimate t by the masked fraction.
+                 (In a block that begins with known tokens t starts at that fraction.) Models without
+                 time_conditioning ignore t, so for them it is the same as random with p = 1.
 
 Where to reveal is decided by the unmodified probabilities; temperature, top_k and top_p change only what is drawn. A
 choice by the probability of the drawn token would reject unlikely draws, so samples would be sharper than the model and
 repeat themselves.
 
+`ActiveBlock` is a block while it is unmasked. `generate_naive`, at the end, is its plainest use; sample.py has a cache.
 In shapes, b is the rows of a batch, l the tokens of a block, m those of a step, v the vocabulary with the mask.
 
     python -m pytest tests/test_decoders.py
@@ -31,38 +35,10 @@ from configurator import UserError, check
 
 DECODERS = ("random", "strided", "confidence", "threshold", "entropy_bound", "first_hitting")
 IN_ORDER = ("random", "strided", "first_hitting")       # their order of positions is known when a block starts
-AS_SURE = ("threshold", "entropy_bound")                # these reveal as many tokens in a step as the logits say
+VARIABLE_COUNT = ("threshold", "entropy_bound")         # how many tokens these reveal in a step depends on the logits
 MAX_LOGITS = 2 ** 24                    # the most logits of one row that a choice by certainty holds at a time
 
 PERMUTATION, TIME = -1, -2              # purposes of ops.uniform
-
-
-@torch.no_grad()
-def generate_naive(model, prompt, length, sampler):
-    """
-    Generation without a cache: every denoising step runs all blocks through the training path. Slow, obvious, and the
-    definition: `sample.generate` must return the same tokens, and the tests check that it does. prompt (b, m) ->
-    (b, m + length).
-    """
-    tokens, total = prompt, prompt.size(1) + length
-    l = model.config.block_of(total)
-    while tokens.size(1) < total:
-        begin = tokens.size(1) // l * l
-        finished, known = tokens[:, :begin], tokens[:, begin:]
-        xt = tokens.new_full((len(tokens), l), sampler.mask_id)                # (b, l)
-        xt[:, :known.size(1)] = known
-
-        block = ActiveBlock(len(tokens), l, sampler, tokens.device)
-        block.start(xt, begin)
-        for _ in block.steps(l - known.size(1)):
-            # x is both x0 and xt: finished blocks have no noise, and the clean stream stops before the last block,
-            # so it never reads the masks there.
-            x, t = torch.cat([finished, block.xt], 1), block.noise_level()     # (b, begin + l), (b,)
-            hidden = model.all_block_hidden(x, x, t[:, None].expand(-1, x.size(1) // l))[:, begin:]    # (b, l, d)
-            positions = block.positions(model, hidden)                         # (b, m)
-            block.reveal(positions, model.token_logits(select(hidden, positions)))
-        tokens = torch.cat([finished, block.xt], 1)
-    return tokens[:, :total]
 
 
 @dataclasses.dataclass
@@ -91,7 +67,8 @@ class Sampler:
 
     def certainty(self, logits):
         """How sure the model is of each position: the probability of the most probable token there, or minus the
-        entropy in nats for entropy_bound. logits (b, m, v - 1) -> (b, m) in fp32 or better."""
+        entropy in nats for entropy_bound. logits (b, m, v - 1) -> (b, m) in fp32 or better. A new decoder that goes by
+        it also needs a branch in ActiveBlock.positions."""
         p = logits.softmax(-1, dtype=ops.at_least_fp32(logits.dtype))
         return torch.xlogy(p, p).sum(-1) if self.decoder == "entropy_bound" else p.amax(-1)
 
@@ -111,7 +88,7 @@ def sampler_of(decoder, **settings):
     name, _, number = decoder.partition(":")
     try:
         # threshold and entropy_bound are also the names of their fields.
-        how = {name: float(number)} if name in AS_SURE else dict(tokens_per_step=int(number or 1))
+        how = {name: float(number)} if name in VARIABLE_COUNT else dict(tokens_per_step=int(number or 1))
         return Sampler(decoder=name, **how, **settings)
     except ValueError as error:                         # of int and float, or a UserError
         raise UserError(f"decoder '{decoder}': {error}; write name:number, as in random:4") from None
@@ -136,15 +113,22 @@ def cut(logits, top_k, top_p):
 
 def strided_rank(is_masked, p):
     """
-    The rank (b, l) of each masked position in the order of `strided`. The masked tokens of a row are cut into p parts,
-    as equal as can be, and step j reveals the j-th of each part. So n masked tokens take ceil(n / p) steps, whatever is
-    known around them. For example, p = 2 and a prompt of 3 tokens in a block of 8 give the steps 3 6, 4 7, 5.
+    The rank (b, l) of each masked position in the order of `strided`; known positions get any rank. The n masked tokens
+    of a row are cut into p parts, as equal as can be, and each step reveals the next one of each part. So they take
+    ceil(n / p) steps, whatever is known around them. For example, a block of 8 with a prompt of 3 tokens has n = 5.
+    With p = 2 the steps reveal positions 3 and 6, 4 and 7, 5:
+
+        position          0  1  2  3  4  5  6  7
+        i, masked number  .  .  .  0  1  2  3  4
+        part              .  .  .  0  0  0  1  1
+        step              .  .  .  0  1  2  0  1
+        rank              .  .  .  0  2  4  1  3
     """
-    n = is_masked.sum(1, keepdim=True).clamp(min=1)     # (b, 1); the rest (b, l)             In the example n = 5, and
-    i = is_masked.cumsum(1) - 1                         # the masked ones are 0..n-1          i      0 1 2 3 4
-    part = i * p // n                                   #                                     part   0 0 0 1 1
-    step = i - (part * n + p - 1) // p                  # part j begins at ceil(j n / p)      step   0 1 2 0 1
-    return (step * p + part).double()                   #                                     rank   0 2 4 1 3
+    n = is_masked.sum(1, keepdim=True).clamp(min=1)                            # (b, 1)
+    i = is_masked.cumsum(1) - 1                                                # (b, l), as all that follow
+    part = i * p // n
+    step = i - (part * n + p - 1) // p                  # part j begins at i = ceil(j n / p)
+    return (step * p + part).double()                   # not int64: `start` writes inf into it
 
 
 class ActiveBlock:
@@ -169,6 +153,7 @@ class ActiveBlock:
 
     def __init__(self, b, l, sampler, device):
         """A block of l tokens for each of b rows."""
+        # p. Below it is always self.tokens_per_step: that of the sampler may exceed l.
         self.sampler, self.tokens_per_step = sampler, min(sampler.tokens_per_step, l)
         self.xt = torch.full((b, l), sampler.mask_id, device=device)           # known tokens, or the mask
         self.permutation = torch.arange(l, device=device).repeat(b, 1)         # the order of revealing, see `start`
@@ -202,7 +187,7 @@ class ActiveBlock:
 
         A row that has no masks left takes part in the remaining steps of the batch and does not change.
         """
-        if self.sampler.decoder in AS_SURE:
+        if self.sampler.decoder in VARIABLE_COUNT:
             while (self.xt == self.sampler.mask_id).any():
                 yield
         else:
@@ -246,7 +231,7 @@ class ActiveBlock:
             return order[:, :self.tokens_per_step]
         if self.sampler.decoder == "threshold":
             is_chosen = certainty >= self.sampler.threshold
-        else:
+        elif self.sampler.decoder == "entropy_bound":
             before = torch.nn.functional.pad((-certainty).cumsum(1)[:, :-1], (1, 0))   # (b, l): sums of entropies
             is_chosen = before <= self.sampler.entropy_bound
         # The surest position is always revealed: else a step might reveal nothing, and the block would never end. It
@@ -259,6 +244,8 @@ class ActiveBlock:
 
     def write(self, positions, tokens):
         """Ends a step: writes tokens (b, m) at `positions` (b, m) of xt, where it holds the mask."""
+        # A position may come several times. Its entries carry the same token: a draw is a function of the position and
+        # its logits.
         current = self.xt.gather(1, positions)                                 # (b, m)
         self.xt.scatter_(1, positions, torch.where(current == self.sampler.mask_id, tokens, current))
         self.step += self.tokens_per_step
@@ -268,3 +255,30 @@ def select(x, positions):
     """x (b, l, ...) at these positions of each row (b, m) -> (b, m, ...). A step makes logits only where it needs
     them: they are v wide."""
     return x[torch.arange(len(x), device=x.device)[:, None], positions]
+
+
+@torch.no_grad()
+def generate_naive(model, prompt, length, sampler):
+    """
+    Generation without a cache: every denoising step runs all blocks through the training path. It is slow and the
+    definition: `sample.generate` must return the same tokens, and the tests check that it does. prompt (b, m) ->
+    (b, m + length).
+    """
+    tokens, total = prompt, prompt.size(1) + length
+    l = model.config.block_of(total)
+    while tokens.size(1) < total:
+        begin = tokens.size(1) // l * l
+        finished, known = tokens[:, :begin], tokens[:, begin:]
+        xt = torch.nn.functional.pad(known, (0, l - known.size(1)), value=sampler.mask_id)     # (b, l)
+
+        block = ActiveBlock(len(tokens), l, sampler, tokens.device)
+        block.start(xt, begin)
+        for _ in block.steps(l - known.size(1)):
+            # x is both x0 and xt: finished blocks have no noise, and the clean stream stops before the last block,
+            # so it never reads the masks there.
+            x, t = torch.cat([finished, block.xt], 1), block.noise_level()     # (b, begin + l), (b,)
+            hidden = model.all_block_hidden(x, x, t[:, None].expand(-1, x.size(1) // l))[:, begin:]    # (b, l, d)
+            positions = block.positions(model, hidden)                         # (b, m)
+            block.reveal(positions, model.token_logits(select(hidden, positions)))
+        tokens = torch.cat([finished, block.xt], 1)
+    return tokens[:, :total]

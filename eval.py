@@ -32,7 +32,7 @@ from questions import evaluate_tasks
 # Settings
 checkpoint = ["auto"]                   # files, folders (out_dir) or hf://owner/name, with commas; see sample.py
 # text
-data = []                               # prepared folders (dataset in nanoGPT); []: that of the training, none for tasks
+data = []                               # prepared folders (dataset in nanoGPT); []: that of training, none for tasks
 sequences = -1                          # how many, spread evenly; 0: all; -1: 256, or for decoders 4,096 tokens
 seq_len = 0                             # tokens of a sequence; 0: as in training, 8192 in the paper
 mc = 1                                  # noise (Monte Carlo) samples per sequence
@@ -115,23 +115,24 @@ def price(model, x0, sampler, bar):
     b * n_blocks rows, one for each block.
 
     If positions do not depend on what is drawn, p of the text is exact: the product of p of the tokens of all steps.
-    `random` and `first_hitting` draw the positions, and the price is a bound, the mean over orders. A step that reveals
-    n of m masked tokens adds n / m of the -log p of all m: that is the mean over which n come next. With one token a
-    step this is the NELBO.
+    `random` and `first_hitting` draw the positions. Then the price is a bound, the mean of -log p over the orders.
+    Which n of m masked tokens a step reveals is a uniform choice, so in the mean it scores each of the m tokens n / m
+    times. It adds just that, n / m of the -log p of all m: the same mean with less noise. With one token a step this
+    is the NELBO, a mean over the same orders (see BlockDiffusionLM.loss), if the model takes no t.
     """
-    (b, s), (n_blocks, l), mask_id = x0.shape, model.config.split_blocks(x0.size(1)), sampler.mask_id
+    (b, s), (n_blocks, l) = x0.shape, model.config.split_blocks(x0.size(1))
     truth = x0.reshape(b * n_blocks, l)
     block = ActiveBlock(b * n_blocks, l, sampler, x0.device)
-    block.start(torch.full_like(truth, mask_id), torch.arange(0, s, l).repeat(b))
+    block.start(torch.full_like(truth, sampler.mask_id), torch.arange(0, s, l).repeat(b))
     nats, passes = torch.zeros(2, b * n_blocks, dtype=torch.float64)
     for _ in block.steps(l):
-        is_masked = block.xt == mask_id                                        # (b * n_blocks, l)
+        is_masked = block.xt == sampler.mask_id                                # (b * n_blocks, l)
         t = block.noise_level().view(b, n_blocks)
         hidden = model.all_block_hidden(x0, block.xt.view(b, s), t).view(*truth.shape, -1)     # (b * n_blocks, l, d)
         positions = block.positions(model, hidden)                             # (b * n_blocks, m)
         block.write(positions, truth.gather(1, positions))
 
-        revealed = is_masked & (block.xt != mask_id)                           # (b * n_blocks, l)
+        revealed = is_masked & (block.xt != sampler.mask_id)                   # (b * n_blocks, l)
         scored = is_masked if sampler.decoder in ("random", "first_hitting") else revealed
         nll, _ = masked_cross_entropy(model, hidden[scored], truth[scored])    # of all scored tokens
         # share: n / m for drawn orders, 1 otherwise.
@@ -149,19 +150,20 @@ def price_decoders(model, tokenizer, folder, parallel, autocast):
     # Made here, a wrong name is refused before any work. For each batch they are made again, with its seeds.
     samplers = [sampler_of(decoder, seeds=[], mask_id=mask_id) for decoder in decoders]
     found = np.zeros((len(x), 2, len(decoders)))                               # nats, and passes a block
-    mine = range(parallel.rank, len(x), parallel.world)
+    mine = [*range(parallel.rank, len(x), parallel.world)]
     most = sum(math.ceil(l / sampler.tokens_per_step) for sampler in samplers)             # passes
     with progress(parallel, "decoders", len(mine) * most, "pass") as bar, autocast():
         for rows in batches(mine, batch_size):
-            x0, seeds = x[list(rows)].to(parallel.device), np.repeat(noise_seeds(seed, rows), n_blocks)
+            x0, seeds = x[rows].to(parallel.device), np.repeat(noise_seeds(seed, rows), n_blocks)
             for i, decoder in enumerate(decoders):
                 found[rows, :, i] = price(model, x0, sampler_of(decoder, seeds=seeds, mask_id=mask_id), bar).T
 
     nats, passes = gather(parallel, found).transpose(1, 2, 0)                  # (decoders, n) each
     prices = {}
     for decoder, own, n_passes in zip(decoders, nats, passes.mean(1)):         # own (n,): nats of each sequence
+        bpb, bpb_se = ratio(own / math.log(2), n_bytes)
         # `more` than the first decoder: differences within sequences have a smaller standard error.
-        (bpb, bpb_se), (more, more_se) = (ratio(cost / math.log(2), n_bytes) for cost in (own, own - nats[0]))
+        more, more_se = ratio((own - nats[0]) / math.log(2), n_bytes)
         print(f"{folder}: {decoder} {bpb:.3f} +- {bpb_se:.3f} bits a byte, {n_passes:.1f} passes a block, {more:+.3f} "
               f"+- {more_se:.3f} against {decoders[0]}", flush=True)
         prices[decoder] = dict(bpb=bpb, bpb_se=bpb_se, passes=n_passes, more=more, more_se=more_se,
@@ -172,21 +174,32 @@ def price_decoders(model, tokenizer, folder, parallel, autocast):
 # ----------------------------------------------------------------------------------------------
 # The script
 
+def folders_for(path, trained, parallel):
+    """
+    The prepared folders on which the checkpoint at `path` is evaluated. trained: the settings of its training.
+      --data is given        those
+      only --tasks is given  none
+      neither                those of its training. But if the checkpoint ships with the repository (in assets/) and
+                             they are not all here, data/stdlib, Python's own source, which is prepared if need be
+    A collective.
+    """
+    folders = data or ([] if tasks else trained.get("data", "data/stdlib").split(","))
+    if data or ROOT / "assets" not in Path(path).resolve().parents or all(map(os.path.exists, folders)):
+        return folders
+    print(f"{folders[0]}, the text of its training, is not here: this is of Python's own source, data/stdlib")
+    if parallel.rank == 0:
+        prepare_stdlib()
+    parallel.barrier()
+    return ["data/stdlib"]
+
+
 def evaluate(path, parallel, use_bf16):
     """Evaluates one checkpoint on all that the settings ask for. Returns a dict. A collective."""
     autocast = functools.partial(torch.autocast, parallel.device.type, torch.bfloat16, enabled=use_bf16)
     model, tokenizer, path, record = open_checkpoint(path, parallel.device)
     trained, step = record.get("settings", {}), record.get("step")
     print(f"{path}: {model.n_params:,} parameters, step {step}, {tokenizer.name} tokens", flush=True)
-    folders = data or ([] if tasks else trained.get("data", "data/stdlib").split(","))
-    # The model that ships may be here without the text of its training.
-    if not data and ROOT / "assets" in Path(path).resolve().parents and not all(map(os.path.exists, folders)):
-        print(f"{folders[0]}, the text of its training, is not here: this is of Python's own source, data/stdlib")
-        folders = ["data/stdlib"]
-        if parallel.rank == 0:
-            prepare_stdlib()
-        parallel.barrier()
-    measure = price_decoders if decoders else evaluate_text
+    folders, measure = folders_for(path, trained, parallel), (price_decoders if decoders else evaluate_text)
     texts = {folder: measure(model, tokenizer, folder, parallel, autocast) for folder in folders}
     # Text has run like train.py's validation: fp32 weights under autocast. Questions run like sample.py: weights are
     # cast, and the cache has their dtype.

@@ -13,11 +13,12 @@ attn_every (1: attention only, 6: a Mamba-2 hybrid) and block_len (seq_len: the 
   fwd, rev        the two scans of a Mamba layer, left to right and right to left; their outputs are summed
   conv, ssm       where a scan continues: the last inputs of its convolution, and its recurrent state
 
-In shapes: b sequences of s tokens, n_blocks = s / l blocks of l tokens, d width, vocab size of the vocabulary, h heads,
-e the width of an attention head, p that of a Mamba head, n the size of a Mamba state, c channels and w width of its
-convolution, r rows of a scan, m any number of tokens or rows. In the layers u is a mixer's input and y its output;
-q, k, v are queries, keys and values; `stream` is the residual stream. Equation labels are those of the source of
-"Training Hybrid Block Diffusion Language Models with Partial Bidirectionality".
+In shapes: b sequences of s tokens, n_blocks = s / l blocks of l tokens, d width, vocab size of the vocabulary, h heads
+(n_head in attention and d_inner / p in Mamba-2, which differ), e the width of an attention head, p that of a Mamba
+head, n the size of a Mamba state, c channels and w width of its convolution, r rows of a scan, m any number of tokens
+or rows. In the layers u is a mixer's input and y its output; q, k, v are queries, keys and values; `stream` is the
+residual stream. Equation labels are those of the source of "Training Hybrid Block Diffusion Language Models with
+Partial Bidirectionality".
 
     python paper.py                                   parameter counts of every config
     python -m pytest tests/test_model.py              its tests
@@ -105,7 +106,7 @@ class Cache:
     """
     What the model keeps of a clean prefix. Allocated once and written in place. `layers` has one entry for each layer:
       attention   (keys, values), each (b, h, max_len, e); keys are rotated
-      Mamba-2     (conv (b, w - 1, c), ssm (b, h, p, n)), of constant size
+      Mamba-2     (conv (b, w - 1, c), ssm (b, h, p, n)), of constant size; h is that of Mamba-2
     Nothing in it depends on t or on a noisy token. So each finished block is added once.
     """
     layers: list
@@ -303,7 +304,10 @@ class Mamba2(nn.Module):
         x, B, C = ops.causal_conv(xBC, self.conv_weight, self.conv_bias, conv).split([di, n, n], -1)
         # x (r, s, d_inner); B, C (r, s, n)
 
-        # 3. Scan: s_i = exp(dt_i A) s_{i-1} + dt_i x_i B_i^T,  y_i = s_i C_i + D x_i. With dt > 0 > A states decay.
+        # 3. Scan: s_i = exp(dt_i A) s_{i-1} + dt_i x_i B_i^T,  y_i = s_i C_i + D x_i. In each head the state s_i is a
+        # (p, n) matrix. Read it as linear attention, with the query C_i, the key B_j and the value x_j: s_i is the sum
+        # of value key^T over all j <= i. dt_j is the weight of token j in it, and exp(dt_i A) < 1, as A < 0 < dt, lets
+        # what came before i decay.
         dtype = ops.at_least_fp32(u.dtype)
         dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))                 # (r, s, h)
         A = -torch.exp(self.A_log.to(dtype))                                   # (h,)
@@ -450,7 +454,8 @@ class BlockDiffusionLM(nn.Module):
         super().__init__()
         self.config = config
         d = config.d_model
-        # nn.Embedding draws its weight, which on the device "meta" would import torch._dynamo and sympy: seconds.
+        # As nn.Embedding(vocab_size, d), which also draws a weight. init_weights replaces it, but without the draw a
+        # seed would give another model. On the device "meta" there is none: it would import sympy, for seconds.
         weight = torch.empty(config.vocab_size, d)
         self.embed = nn.Embedding.from_pretrained(weight if weight.is_meta else weight.normal_(), freeze=False)
         self.time = TimestepEmbedding(d)
@@ -570,22 +575,23 @@ class BlockDiffusionLM(nn.Module):
         i is an int or (b, n_blocks). (0, 1) is the whole range, (2, 4) its third quarter. nelbo.training_noise and
         eval.py's --stratified pass parts of it, one for each block or sample: then the mean over these varies less.
         """
-        (b, s), (i, parts), (least, most) = x0.shape, stratum, t_range         # least > 0: the weight is 1 / t
+        (b, s), (i, parts) = x0.shape, stratum
         n_blocks, l = self.config.split_blocks(s)
+        # A block of one token is masked with probability t and then weighted by 1 / t: the mean is the same for every
+        # t. With t = 1 there is no noise: each token is predicted from its clean prefix, as in GPT, -log p exactly.
+        least, most = t_range if l > 1 else (1, 1)      # least > 0: the weight is 1 / t
         generators = generator if isinstance(generator, (list, tuple)) else [generator] * b
         uniform = torch.stack([torch.rand(n_blocks + s, generator=g) for g in generators]).to(x0.device)
         level, token = uniform.split([n_blocks, s], 1)                         # each in [0, 1)
         t = least + (most - least) * (i + level) / parts                       # (b, n_blocks)
-        if l == 1:                                      # the bound does not depend on t: mask every token. Each
-            t = torch.ones_like(t)                      # is predicted from its clean prefix, as in GPT: -log p, exactly
         return t, token < t.repeat_interleave(l, 1)                            # (b, s)
 
     def forward(self, x0, generator=None, **noise):
         """
         The training loss: the NELBO of x0 (b, s) int64 in nats per token, with one noise sample per block. It is eq.
-        prefix-cache with the weight w(t) = 1/t of eq. bdlm-masked-objective (alpha_t = 1 - t). noise: see draw_noise;
-        with another t_range than the default the loss is no bound. The default leaves out t < 1e-3, where 1 / t is
-        large, so even there the mean over noise can lie slightly below -log p.
+        prefix-cache with the weight of eq. bdlm-masked-objective, which is 1 / t for the paper's alpha_t = 1 - t: see
+        `loss`. noise: see draw_noise. Only over t in (0, 1) is the mean over noise a bound on -log p. The default range
+        leaves out t < 1e-3, where 1 / t is large, so the mean can lie slightly below -log p.
         """
         t, is_masked = self.draw_noise(x0, generator, **noise)
         return self.loss(x0, is_masked, t)
@@ -596,9 +602,14 @@ class BlockDiffusionLM(nn.Module):
         # is short here, before the layers, and afterwards the host can queue forward and backward ahead of the GPU.
         masked = is_masked.flatten().nonzero().squeeze(1)                      # (m,) indices into the b * s tokens
         xt = x0.masked_fill(is_masked, self.config.mask_id)
+        # Why 1 / t: let t fall from 1 to 0, and reveal each token when t passes a uniform number of its own. At t it is
+        # still masked with probability t, which the weight cancels. So in the mean over noise each token is scored
+        # once, at a moment that is uniform in t, given the tokens revealed before. By the chain rule this is the mean
+        # of -log p(the block in one order) over all orders. p(block) is the mean of these p, and -log of a mean is at
+        # most the mean of -log: a bound. A schedule t = m(u), with u uniform, needs the weight m'(u) / m(u).
         weight = (1 / t).repeat_interleave(x0.size(1) // t.size(1), 1)         # (b, s)
         hidden = self.all_block_hidden(x0, xt, t).flatten(0, 1).index_select(0, masked)        # (m, d)
-        target, weight = (of_token.flatten().index_select(0, masked) for of_token in (x0, weight))     # (m,) each
+        target, weight = x0.flatten().index_select(0, masked), weight.flatten().index_select(0, masked)    # (m,) each
         nll = ops.linear_cross_entropy(hidden, self.head.weight, target, weight)
         # Divided by all b * s tokens, not by the number of masked ones: so a batch's loss is the mean of its parts'.
         return nll / x0.numel()

@@ -34,8 +34,10 @@ def noise_generators(seed, numbers):
 def training_noise(x0, n_blocks, seed, step, rows, batch_size, stratified):
     """
     Arguments of draw_noise for `rows` of the batch_size rows of a training step, as a dict. They are a function of
-    (seed, step, row). x0: the sequences (m, s) of these rows, of n_blocks blocks each; those of one row draw one after
-    the other from its generator. stratified: all blocks of the step share out the range of t, in a random order.
+    (seed, step, row). x0: the sequences (m, s) of these rows, of n_blocks blocks each. A row is one sequence, or, while
+    training is on short ones, is cut into several, which draw one after the other from the row's generator. stratified:
+    with n blocks in the whole step, the range of t is cut into n equal parts, and each block draws its t from another
+    part, in a random order.
     """
     parts = len(x0) // len(rows)                        # sequences of a row
     generators = noise_generators(seed, [step * batch_size + row for row in rows])
@@ -43,7 +45,7 @@ def training_noise(x0, n_blocks, seed, step, rows, batch_size, stratified):
     if stratified:
         n = batch_size * parts * n_blocks
         order = torch.from_numpy(permutation(seed, step, n)).view(batch_size, -1)        # permutation number `step`
-        noise["stratum"] = (order[list(rows)].view(-1, n_blocks).to(x0.device), n)
+        noise["stratum"] = (order[list(rows)].view(-1, n_blocks).to(x0.device), n)     # (part of each block, parts)
     return noise
 
 
@@ -90,10 +92,10 @@ def nelbo_sums(model, x, parallel, autocast, seed, mc, stratified=False, batch_s
     j-th of mc equal parts of its range. terse: see `progress`.
     """
     sums = np.zeros((len(x), mc, 3))
-    mine = range(parallel.rank, len(x), parallel.world)
+    mine = [*range(parallel.rank, len(x), parallel.world)]
     with progress(parallel, "perplexity", len(mine) * mc * x.size(1), "tok", terse=terse) as bar:
         for rows in batches(mine, batch_size):
-            x0 = x[list(rows)].to(parallel.device)
+            x0 = x[rows].to(parallel.device)
             for j in range(mc):
                 # Sample j of sequence `row`: fewer samples or fewer sequences draw the same noise.
                 generators = noise_generators(seed, [j * 2**32 + row for row in rows])

@@ -147,12 +147,12 @@ def pass_states(local, log_decay, initial):
     Carries states over chunks: out[0] = initial, out[i + 1] = exp(log_decay[i]) out[i] + local[i]. local (b, n_chunks,
     h, p, n); log_decay (b, n_chunks, h) <= 0; initial (b, h, p, n). Returns (b, n_chunks + 1, h, p, n).
     """
-    p, n = local.shape[-2:]
-    # One product in place of a loop: out[i] is the sum over j <= i of sources[j], decayed over chunks j..i-1. segsum's
-    # entry [i, j] is a sum over j+1..i. With a zero in front, log_decay moves up by one, so that is over chunks j..i-1.
+    # One product in place of a loop: out[i] is the sum over j <= i of sources[j], decayed over chunks j..i-1. With 3
+    # chunks and d = log_decay, out[2] = e^(d0 + d1) initial + e^d1 local[0] + local[1], so row 2 of the matrix `decay`
+    # is e^(d0 + d1), e^d1, 1, 0. segsum sums over j+1..i; the zero in front of d makes that chunks j..i-1.
     sources = torch.cat([initial[:, None], local], 1).permute(0, 2, 1, 3, 4)   # (b, h, n_chunks + 1, p, n)
     decay = torch.exp(segsum(F.pad(log_decay.transpose(1, 2), (1, 0))))        # (b, h, n_chunks + 1, n_chunks + 1)
-    return (decay @ sources.flatten(3)).unflatten(3, (p, n)).permute(0, 2, 1, 3, 4)    # (b, n_chunks + 1, h, p, n)
+    return (decay @ sources.flatten(3)).view_as(sources).permute(0, 2, 1, 3, 4)            # (b, n_chunks + 1, h, p, n)
 
 
 def segsum(a):

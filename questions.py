@@ -8,7 +8,8 @@ The paper scores answers by pseudo-likelihood, without formula or prompts. Here 
 likelihood: the sum of log p(token) over its tokens. Each is masked alone; the model sees the others, the context, and
 nothing after the answer. A block model sees the answer's earlier blocks clean and its later blocks not at all.
 
-A pair is (context, answer), two lists of tokens. Its text is both, one after the other.
+A pair is (context, answer), two lists of tokens. Its text is both, one after the other. `texts` is the list of these,
+and `number` an index into it.
 """
 import itertools
 
@@ -28,14 +29,14 @@ CHANCE = "Chance: hellaswag, arc_easy, arc_challenge 0.25; piqa, winogrande, boo
 
 def row_batches(config, texts, rows, budget):
     """
-    Sorts rows into batches of about `budget` tokens. A row (text, positions) is texts[text], where text is a
-    number, with tokens masked at these positions, in ascending order. Yields (begin, l, rows): these run the block of l
-    tokens that begins at `begin`, which is the block of each row's first position: in blocks of 6 the row
-    (text, [10, 13]) runs the block that begins at 6. A full-sequence model has one block, which is the whole text.
+    Sorts rows into batches of about `budget` tokens. A row (number, positions) is texts[number] with masks at these
+    positions, which ascend. Yields (begin, l, rows): these run the block of l tokens that begins at `begin`, which is
+    the block of each row's first position: in blocks of 6 the row (number, [10, 13]) runs the block that begins at 6. A
+    full-sequence model has one block, which is the whole text.
     """
     def place_of(row):
-        text, positions = row
-        l = config.block_of(len(texts[text]))
+        number, positions = row
+        l = config.block_of(len(texts[number]))
         return positions[0] // l * l, l
 
     for (begin, l), group in itertools.groupby(sorted(rows, key=place_of), place_of):
@@ -45,7 +46,7 @@ def row_batches(config, texts, rows, budget):
 
 def masked_hidden(model, texts, begin, l, rows):
     """
-    Runs one batch of row_batches. Returns a list with (text, positions in the block, their hidden states (m, d)) for
+    Runs one batch of row_batches. Returns a list with (number, positions in the block, their hidden states (m, d)) for
     each row. One row, in blocks of 6: a text of context c and answer a, masked at the position of M.
 
         c c c c c c  c c c c a a  a M a a . .
@@ -56,20 +57,20 @@ def masked_hidden(model, texts, begin, l, rows):
     mask_id, device = model.config.mask_id, model.embed.weight.device
     masked = [[i for i in positions if i < begin + l] for _, positions in rows]
     xt = torch.full((len(rows), l), mask_id)
-    for row, (text, _), at in zip(xt, rows, masked):
-        known = torch.tensor(texts[text][begin:begin + l])
+    for row, (number, _), at in zip(xt, rows, masked):
+        known = torch.tensor(texts[number][begin:begin + l])
         row[:len(known)] = known
         row[torch.tensor(at) - begin] = mask_id
     xt = xt.to(device)                                                         # (rows, l)
 
-    # Rows of one text have the same prefix, which is read once. owner[i] is the entry of `different` of row i.
-    different, owner = np.unique([text for text, _ in rows], return_inverse=True)
+    # Rows of one text have the same prefix, which is read once. different[owner[i]] is the number of row i.
+    different, owner = np.unique([number for number, _ in rows], return_inverse=True)
     cache = model.new_cache(len(different), begin, l)
-    model.prefill(torch.tensor([texts[text][:begin] for text in different], dtype=torch.long, device=device), cache)
+    model.prefill(torch.tensor([texts[i][:begin] for i in different], dtype=torch.long, device=device), cache)
 
     # The noise level is the masked fraction, as in sampling. Only timestep conditioning uses it.
     hidden = model.denoise_hidden(xt, cache[owner], (xt == mask_id).float().mean(1))           # (rows, l, d)
-    return [(text, at, h[torch.tensor(at) - begin]) for (text, _), at, h in zip(rows, masked, hidden)]
+    return [(number, at, h[torch.tensor(at) - begin]) for (number, _), at, h in zip(rows, masked, hidden)]
 
 
 @torch.no_grad()
@@ -83,30 +84,30 @@ def score_pairs(model, pairs, budget, parallel):
     """
     texts, device = [[*context, *answer] for context, answer in pairs], model.embed.weight.device
     mine = range(parallel.rank, len(pairs), parallel.world)
-    positions = {text: range(len(pairs[text][0]), len(texts[text])) for text in mine}          # of each answer
+    positions = {number: range(len(pairs[number][0]), len(texts[number])) for number in mine}  # of each answer
     score, greedy = np.zeros((2, len(pairs)))           # (n,) each; zero where another rank works
 
-    rows = [(text, [i]) for text in mine for i in positions[text]]             # each token masked alone
+    rows = [(number, [i]) for number in mine for i in positions[number]]       # each token masked alone
     with progress(parallel, "answers", len(rows), "token") as bar:
         for batch in row_batches(model.config, texts, rows, budget):
             found = masked_hidden(model, texts, *batch)
-            target = torch.tensor([texts[text][i] for text, (i,), _ in found], device=device)
+            target = torch.tensor([texts[number][i] for number, (i,), _ in found], device=device)
             nats, _ = masked_cross_entropy(model, torch.cat([h for *_, h in found]), target)   # (rows,)
-            # -= would count a repeated text only once.
-            np.subtract.at(score, [text for text, *_ in found], nats.numpy())
+            # -= would count a repeated number only once.
+            np.subtract.at(score, [number for number, *_ in found], nats.numpy())
             bar.update(len(found))
 
     # Decoding of an answer stops at the first token that differs. So whatever was decoded before equals the answer's
     # own tokens, and a row can take it from `texts`.
-    left = {text: list(positions[text]) for text in mine}                      # still masked
+    left = {number: list(positions[number]) for number in mine}                # the positions that are still masked
     while left:
-        for batch in row_batches(model.config, texts, left.items(), budget):
-            for text, at, h in masked_hidden(model, texts, *batch):
+        for batch in row_batches(model.config, texts, left.items(), budget):   # an item (number, positions) is a row
+            for number, at, h in masked_hidden(model, texts, *batch):
                 confidence, token = model.logits(h).softmax(-1).max(-1)        # (m,) each
                 best = int(confidence.argmax())
-                greedy[text] = token[best] == texts[text][at[best]]
-                left[text].remove(at[best])
-        left = {text: masked for text, masked in left.items() if masked and greedy[text]}
+                greedy[number] = token[best] == texts[number][at[best]]
+                left[number].remove(at[best])
+        left = {number: masked for number, masked in left.items() if masked and greedy[number]}
     return gather(parallel, np.stack([score, greedy]))
 
 

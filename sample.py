@@ -25,7 +25,7 @@ from tqdm import tqdm
 import ops
 from checkpoint import copy_row, fingerprint, load_prompt, open_checkpoint, save_prompt
 from configurator import UserError, check, script
-from decoders import AS_SURE, ActiveBlock, Sampler, select
+from decoders import VARIABLE_COUNT, ActiveBlock, Sampler, select
 from model import Attention, BiMamba, cast_for_inference
 from parallel import has_fast, one_thread_if_small, pick_device, pick_dtype, select_kernels
 
@@ -137,7 +137,7 @@ Generation = collections.namedtuple("Generation", "tokens forward_passes seconds
 
 @torch.no_grad()
 def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_token=None, on_block=None, on_step=None,
-             cache=None, suffix=()):
+             prompt_cache=None, suffix=()):
     """
     Continues every prompt by `length` tokens. With a suffix, these tokens fill the gap between prompt and suffix: the
     model has no way to make a gap longer or shorter.
@@ -145,20 +145,22 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
     model, new_engine: as `open_engine` returns them. prompts: list of 1-D int64 tensors, which may differ in length
     and be empty. sampler: Sampler with one seed for each prompt. stop_token: a row ends after its first new one, and
     then its suffix is left out. on_block(row, tokens) is called after each block with the new tokens of a row, a list;
-    on_step(xt) after each denoising step. cache: of one row, as `read` fills it, with the first tokens of every prompt,
-    which are then not read again. Raises UserError for a request that cannot be served, before any work.
+    on_step(xt) after each denoising step. prompt_cache: of one row, as `read` fills it, with the first tokens of every
+    prompt, which are then not read again; it is copied. Raises UserError for a request that cannot be served, before
+    any work.
     """
     device, mask = model.embed.weight.device, sampler.mask_id
     suffix = torch.as_tensor(suffix).tolist()
     l, starts, n_blocks = plan(model.config, prompts, length, len(suffix))
     assert len(sampler.seeds) == len(prompts), "the sampler needs one seed for each prompt"
-    assert cache is None or int(cache.lengths) <= min(starts), "a prompt is shorter than what the cache holds of it"
+    assert prompt_cache is None or int(prompt_cache.lengths) <= min(starts), "a prompt is shorter than its cache"
 
     # A block is committed so that the blocks after it can see it. No block comes after the last one, so it is never
     # committed, and the rows need no room for it.
-    rows_cache = model.new_cache(len(prompts), max(starts) + (n_blocks - 1) * l, l)
-    engine = new_engine(model, rows_cache, sampler, l)
-    read(model, [prompt[:start] for prompt, start in zip(prompts, starts)], rows_cache, cache)
+    cache = model.new_cache(len(prompts), max(starts) + (n_blocks - 1) * l, l)
+    # Before `read`: an engine may record its steps as CUDA graphs, which needs an empty cache and leaves it empty.
+    engine = new_engine(model, cache, sampler, l)
+    read(model, [prompt[:start] for prompt, start in zip(prompts, starts)], cache, prompt_cache)
 
     # The first active block of a row begins with what the prompt has after its last whole block. The suffix is known,
     # too: a masked position sees both sides. So a block is known | masks | suffix | masks to the block's end.
@@ -177,7 +179,7 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
         # tolist waits for the device. With CUDA graphs it waits elsewhere only in ActiveBlock.steps.
         for i, block in enumerate(x0.tolist()):
             known = len(rows[i]) - starts[i] - k * l    # tokens of the block that the row has already: of its prompt
-            new = block[known:known + left[i]]
+            new = block[known:][:left[i]]               # [] for a row that has ended
             left[i] -= len(new)
             if stop_token in new:
                 new, left[i] = new[:new.index(stop_token) + 1], 0
@@ -191,7 +193,7 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
         active.fill_(mask)
         n_masked = l
 
-    return Generation([torch.tensor(row) for row in rows], engine.passes, now(device) - started, rows_cache.nbytes)
+    return Generation([torch.tensor(row) for row in rows], engine.passes, now(device) - started, cache.nbytes)
 
 
 def now(device):
@@ -230,16 +232,16 @@ def plan(config, prompts, length, n_suffix=0):
     return l, starts, n_blocks
 
 
-def read(model, prefixes, cache, known=None):
-    """Fills row i of a cache with prefixes[i] (m,), which are whole blocks, and returns the cache. Rows with the same
-    prefix are read once. known: None, or a cache of one row with the first tokens of every prefix, which is copied. On
-    a terminal, a bar appears after two seconds."""
+def read(model, prefixes, cache, prompt_cache=None):
+    """Fills row i of an empty cache with prefixes[i] (m,), which are whole blocks, and returns the cache. Rows with the
+    same prefix are read once. prompt_cache: None, or a cache of one row with the first tokens of every prefix, which is
+    copied. On a terminal, a bar appears after two seconds."""
     bar = functools.partial(tqdm, desc="reading the prompt", unit=" chunks", disable=None, delay=2, leave=False)
     first = {}                                          # prefix -> a row that has read it
     for i, prefix in enumerate(prefixes):
         # row is a view: prefill writes into `cache`, lengths too.
         row, text = cache[i:i + 1], tuple(prefix.tolist())
-        if (source := first.get(text, known)) is not None:
+        if (source := first.get(text, prompt_cache)) is not None:
             copy_row(source, row)
         rest = prefix[None, int(row.lengths):].to(row.lengths.device)          # (1, those that the row lacks)
         model.prefill(rest, row, progress=bar)
@@ -283,14 +285,14 @@ class Printer:
         """Call it when a block of a row is finished. tokens: the list of those that it adds after the prompt."""
         self.kept[row] += self.tokenizer.decode_bytes(tokens)
         if row == 0 and self.live:
-            self.print_first()
+            self.print_row_0()
 
-    def print_first(self, final=False):
+    def print_row_0(self, final=False):
         print(self.utf8.decode(self.kept.pop(0, b""), final), end="\n" if final else "", flush=True)
 
     def end(self):
         """Call it at the end or after an interrupt. Ends the first row and prints what the others have."""
-        self.print_first(final=True)
+        self.print_row_0(final=True)
         for row, text in self.kept.items():
             print(f"\n--- sample {row + 1} ---\n{self.prompt}{text.decode(errors='replace')}")
 
@@ -311,7 +313,7 @@ def main():
     made_by = fingerprint(model, weight_dtype) if save_cache or load_cache else None
     tokens, cache = load_prompt(load_cache, c, made_by) if load_cache else (torch.zeros(0, dtype=torch.long), None)
     # Without any text a new document begins, after an end-of-text. A loaded cache has text.
-    new = tokenizer.encode_ordinary(text) or [tokenizer.eot_token] * (not load_cache)
+    new = tokenizer.encode_ordinary(text) or ([] if load_cache else [tokenizer.eot_token])
     tokens = torch.cat([tokens, torch.tensor(new, dtype=torch.long)])          # (m,)
     suffix_tokens = tokenizer.encode_ordinary(suffix)
 
@@ -323,7 +325,7 @@ def main():
     one_thread_if_small(2 * n_params * l * num_samples)
     model, new_engine = open_engine(engine, model, weight_dtype)
     # threshold and entropy_bound are decoders and also the settings of their numbers.
-    pace = globals()[decoder] if decoder in AS_SURE else f"with {min(sampler.tokens_per_step, l)} tokens a step"
+    pace = globals()[decoder] if decoder in VARIABLE_COUNT else f"with {min(sampler.tokens_per_step, l)} tokens a step"
     print(f"{path}: {n_params:,} parameters on {dev}, {kernels_line}, decoder {decoder} {pace}, seed {seed}",
           file=sys.stderr)
     if temperature == 0 and num_samples > 1 and decoder not in ("random", "first_hitting"):
@@ -341,7 +343,7 @@ def main():
     try:
         out = generate(model, [tokens] * num_samples, length, sampler, new_engine=new_engine,
                        stop_token=tokenizer.eot_token if stop_at_eot else None, on_block=printer.block,
-                       on_step=show if watch else None, cache=cache, suffix=suffix_tokens)
+                       on_step=show if watch else None, prompt_cache=cache, suffix=suffix_tokens)
     finally:                                            # an interrupt or an error loses nothing of any row
         printer.end()
     n_generated = sum(min(len(row) - len(tokens), length) for row in out.tokens)

@@ -65,6 +65,12 @@ def attend_kernel(q_ptr, kc_ptr, vc_ptr, n_ptr, ko_ptr, vo_ptr, o_ptr, lse_ptr, 
                   scale, num_splits, ql: tl.constexpr, cl: tl.constexpr, kl: tl.constexpr, vl: tl.constexpr, align:
                   tl.constexpr, h: tl.constexpr, m: tl.constexpr, l: tl.constexpr, d: tl.constexpr, D: tl.constexpr,
                   caches: tl.constexpr, M: tl.constexpr, N: tl.constexpr, least: tl.constexpr, stages: tl.constexpr):
+    """
+    One program: a tile of queries of one (row, head), and one share of its keys. Tensors: q; kc and vc, the caches; ko
+    and vo, the block's own keys and values; n, the lengths; o and lse, the share's result. Strides qb, ch, kl, ...: the
+    first letter is the tensor (q, c a cache, k and v the block's own), the second the axis (b rows, h heads, l
+    positions).
+    """
     # The query tile is the fastest grid axis: programs that read the same keys run together and share L2.
     i, bh, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, head = (bh // h).to(tl.int64), (bh % h).to(tl.int64)  # 64 bits: b * h * cap * d is large

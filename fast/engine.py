@@ -50,7 +50,9 @@ class FastEngine:
     """
 
     def __init__(self, model, cache, sampler, block_len, record):
-        """model: from inference_model; cache: an empty one; record: whether to record steps as CUDA graphs."""
+        """model: from inference_model; cache: an empty one, to be filled later, since the recording clears it; record:
+        whether to record steps as CUDA graphs."""
+        assert not int(cache.lengths.max()), "the cache holds tokens already: make the engine before it is filled"
         self.model, self.cache, self.passes, self.block_len = model, cache, 0, block_len
         self.block = FastBlock(len(sampler.seeds), block_len, sampler, cache.lengths.device)
         self.pending_block, self.has_pending = self.block.xt.clone(), False
@@ -113,8 +115,10 @@ class FastEngine:
         """Records a step without and a step with a commit. The cache must be empty, and is empty afterwards. All lazy
         compilation, tuning and loading happens here, so the first block is as fast as the others."""
         kinds = (False, True) if self.cache.max_len else (False,)      # without a cache nothing is committed
-        # compile_first runs no Triton kernel, so drawn tokens are garbage. Where positions are known, a kernel would
-        # write them; elsewhere torch does, and the next embedding would read beyond its table.
+        # compile_first compiles all Triton kernels at once without running them, so the drawn tokens are garbage. If
+        # positions are known beforehand, a kernel (unmask_and_advance) writes tokens into the block, so here nothing is
+        # written. Else torch writes the garbage, and the next step would look it up beyond the end of the embedding:
+        # then the kernels are compiled below, one after another.
         if "cached_attention" in ops.FAST and self.block.next_in_order() is not None:
             from fast.triton_tools import compile_first
             compile_first(lambda: [self.denoise(commit) for commit in kinds])

@@ -41,7 +41,7 @@ def linear_in_parts(x, weight, ways=1):
 
 
 def pick(x, at):
-    """As model.select, x (b, l, ...) -> (b, m, ...), by a gather, which is one short kernel."""
+    """As decoders.select, x (b, l, ...) -> (b, m, ...), by a gather, which is one short kernel. at None: all of x."""
     if at is None:
         return x
     rows = x.flatten(2)                                                        # (b, l, values of a position)
@@ -57,9 +57,14 @@ def linear_gelu(x, weight, bias):
 
 
 # ----------------------------------------------------------------------------------------------
-# Mixers. They return (parts, power), which block_ops.join_parts turns into the mixer's output. parts (P, b, m, d):
-# partial products to be summed. power (b, m, 2, h): mean squares for the RMS norms that they still lack; None: no norm.
-# The division by these norms is put off until the next block_ops.add_norm.
+# Mixers. They return (parts, power) in place of their output, which is summed later, by the next block_ops.add_norm:
+#
+#     attention     output = sum_i parts_i                   power is None
+#     Mamba         output = sum_i parts_i / rms_i           rms_i^2 = mean over the heads of power, plus EPS
+#
+# parts (P, b, m, d) are partial products of the output projection. A token's RMS norm divides it by one number, so this
+# can follow the projection. power (b, m, 2, h) holds mean squares of the heads, of the forward direction (for the first
+# half of the parts) and the reverse one (for the second half). block_ops.join_parts is this sum.
 # at (b, m): the positions to compute, given in the last layer alone; None: all of them.
 
 class InferenceAttention:
@@ -129,6 +134,7 @@ class InferenceMamba:
         dt = proj[..., 2 * inner:2 * (inner + h)].unflatten(-1, (2, h))        # (b, l, 2, h)
         columns = conv                                  # (b, w - 1, c): what the convolution sees before each row
         if commit:
+            # Of the finished blocks, the last w - 1 columns of the forward direction: (b / 2, w - 1, c).
             end = xBC[:len(u) // 2, xBC.size(1) - conv.size(1):, 0]
             columns = torch.cat([conv, end])
             conv.copy_(end)

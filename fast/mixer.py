@@ -160,6 +160,7 @@ def mixer_forward(
     return gated_norm_forward(y, z, norm_weight) @ out_weight.T, y, states, convs
 
 
+# A gradient for each of the ten tensors among mixer_forward's inputs, so not for row and states_every.
 @operator(lambda dout, dstates, dconvs, y, states, *inputs: like(*inputs[:10]))
 def mixer_backward(
         dout: Tensor, dstates: Optional[Tensor], dconvs: Optional[Tensor], y: Tensor, states: Tensor, proj: Tensor,
@@ -201,6 +202,8 @@ def save(ctx, inputs, output):
 
 
 def backward(ctx, dout, _, dstates, dconvs):
+    """Takes gradients of the four outputs of mixer_forward; `_` is that of y, which is kept for here and used by nobody
+    else. Returns those of its twelve inputs."""
     y, states, *tensors = ctx.saved_tensors
     boundaries = (dstates, dconvs) if ctx.states_every else (None, None)
     grads = mixer_backward(dout, *boundaries, y, states, *tensors, ctx.row, ctx.states_every)

@@ -238,8 +238,17 @@ def walk_kernel(x, steps, B, s0, states, final, l, h, sxr, sxl, sxh, sBr, sBl, r
 #     dx_j = dt_j u_j + D dy_j
 #     dB_j = sum_i (sum_heads L_ij dt_j dy_i.x_j) C_i + sum_heads e^{a_q - a_j} dt_j G x_j
 #     dC_i = sum_j (sum_heads L_ij dt_j dy_i.x_j) B_j + sum_heads e^{a_i} S dy_i
-#     dloss/d(dt_i A) = sum_{j<i<=k} V_kj dt_j + sum_{k>=i} dy_k.(e^{a_k} C_k S)
-#                       + sum_{j<i} dt_j x_j.(e^{a_q - a_j} B_j G) + e^{a_q} <G, S>
+#
+# The loss depends on dt_i A through a_k, for all k >= i, as a_k = sum_{i<=k} dt_i A. Where does a_k stand in y and S'?
+#
+#     rows_k = sum_{j<=k} V_kj dt_j + dy_k.(e^{a_k} C_k S)             as e^{+a_k}, in y_k
+#     cols_k = sum_{i>=k} V_ik dt_k + dt_k x_k.(e^{a_q - a_k} B_k G)   as e^{-a_k}, in y_i and in S'
+#     ends   = sum_j dt_j x_j.(e^{a_q - a_j} B_j G) + e^{a_q} <G, S>   as e^{+a_q}, in S'
+#
+# The derivative of e^{+a} is itself, that of e^{-a} minus itself. So the gradient of a_k is rows_k - cols_k, and a_q
+# also gets `ends`. The gradient of dt_i A is the sum of these over k >= i:
+#
+#     dlog_i = sum_{k>=i} (rows_k - cols_k) + ends
 #
 # Three kernels compute this in turn. One kernel would need more registers than there are:
 #
@@ -347,10 +356,9 @@ def decays_kernel(sums, tail, steps, A, ddt, dA, dD, dbias, l, h, sdr, sdl, sdh,
     ddt of one chunk, the gradient of the argument of softplus, and the chunk's parts of dA, dD and dbias, each
     (r chunks, h).
 
-    dlog_i, the gradient of dt_i A, is the sum over k >= i of rows_k - cols_k, plus `ends`; rows is sums[1] + sums[4],
-    cols sums[0] + sums[2]. Of V, rows have the pairs (k, j) with k >= i and cols those with j >= i. Pairs in both
-    cancel, which leaves j < i <= k; the two sums must be of the same V, or rounding would not cancel. `ends` has tail
-    and the sum over all j of sums[2]; cols takes off those of j >= i, which leaves j < i.
+    dlog, rows, cols and `ends` are derived above. rows is sums[1] + sums[4], cols is sums[0] + sums[2], and ends is
+    tail plus the sum of sums[2] over the chunk. In dlog_i, a term V_kj dt_j with k >= j >= i stands in rows_k and in
+    cols_j and cancels. So sums[0] and sums[1] must be sums of the same rounded matrix, or it would cancel in part only.
     """
     chunk, all_chunks = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     row, c = chunk // tl.cdiv(l, q), chunk % tl.cdiv(l, q)

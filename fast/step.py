@@ -78,10 +78,11 @@ def rotate_kernel(qkv, table, lengths, out, k_cache, v_cache, sines, sr, sl, scb
                   H: tl.constexpr, E: tl.constexpr):
     """All heads of one token, queries and then keys, at position lengths + token. Channel i of the first half of a head
     is paired with channel i of the second half. The number of heads is padded to H and half a head to E, both powers of
-    two. The rows that come first have a cache."""
+    two. The first half of the rows have a cache, of cap positions; k_cache None: no row has. Strides: sr and sl of qkv
+    between rows and positions, scb and sch of a cache between rows and heads. sines: where the sines begin in table."""
     token, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     head, i, place = tl.arange(0, H)[:, None], tl.arange(0, E)[None, :], tl.load(lengths + row) + token
-    ok, at = (head < 2 * heads) & (i < half), head * 2 * half + i
+    ok, at = (head < 2 * heads) & (i < half), head * 2 * half + i      # heads 0..heads-1 are queries, the next ones keys
     c = tl.load(table + place * half + i, mask=i < half, other=0.0)
     s = tl.load(table + sines + place * half + i, mask=i < half, other=0.0)
     qkv += row * sr + token * sl + at

@@ -85,6 +85,7 @@ def block_masks(s, block_len, device):
 def two_stream_attention(clean, noisy, masks):
     """As ops.two_stream_attention, with the masks of `two_stream_masks` above. The plain function runs if the masks are
     tensors, and for a single block without FlashAttention-4."""
+    # Plain masks are a pair, so `flash` is []; those of `two_stream_masks` above are a triple.
     (q_clean, k_clean, v_clean), (q, k, v), (mask, noisy_mask, *flash) = clean, noisy, masks
     flash = flash == [True] and q.element_size() == 2
     if isinstance(mask, torch.Tensor) or (mask is None and not flash):

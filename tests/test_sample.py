@@ -95,12 +95,12 @@ def test_going_on_from_a_saved_prompt_equals_going_on_from_the_prompt_token_for_
     prefill, sizes = BlockDiffusionLM.prefill, []
     monkeypatch.setattr(BlockDiffusionLM, "prefill", lambda model, x0, cache, **how: (
         sizes.append(x0.numel()), prefill(model, x0, cache, **how)))
-    out = generate_by(engine, model, [prompt] * 2, 21, make_sampler(model, 2), cache=cache)
+    out = generate_by(engine, model, [prompt] * 2, 21, make_sampler(model, 2), prompt_cache=cache)
     assert all(torch.equal(a, b) for a, b in zip(out.tokens, want))
     # What comes after it is read once for both rows; they are committed together, 16 tokens at a time.
     assert [n for n in sizes if 0 < n < 16] == ([in_blocks - held] if in_blocks > held else [])
     longer = read(model, [prompt[:in_blocks]], model.new_cache(1, in_blocks), cache)
-    alone = generate_by(engine, model, [prompt], 21, make_sampler(model), cache=longer)
+    alone = generate_by(engine, model, [prompt], 21, make_sampler(model), prompt_cache=longer)
     assert torch.equal(alone.tokens[0], want[0])
 
 

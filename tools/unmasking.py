@@ -14,7 +14,7 @@ import torch
 
 from checkpoint import open_checkpoint
 from configurator import check, script, write_file
-from decoders import AS_SURE, sampler_of
+from decoders import VARIABLE_COUNT, sampler_of
 from parallel import pick_device, select_kernels
 from sample import generate, plan
 
@@ -69,7 +69,7 @@ def record(model, tokenizer, decoder):
         first, passes = passes, min(passes + len(steps) + 1, done.forward_passes)
         spans.append((at[begin], at[min(begin + l, len(tokens))], first, passes))
     name = sampler.decoder
-    how = f" {vars(sampler)[name]}" if name in AS_SURE else f", {sampler.tokens_per_step} a pass"
+    how = f" {vars(sampler)[name]}" if name in VARIABLE_COUNT else f", {sampler.tokens_per_step} a pass"
     return dict(title=name + how, data=b"".join(tokens), blocks=spans, passes=passes,
                 shown=[step for token, step in zip(tokens, shown) for _ in token])
 

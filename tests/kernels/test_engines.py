@@ -71,8 +71,7 @@ def test_an_engine_runs_in_the_dtype_that_it_is_asked_for(engine, dtype):
 
 def test_a_finished_block_is_in_the_cache_when_it_is_flushed():
     """The fast engine's cache is a block behind. `begin` counts that block, and a flush brings the cache up."""
-    model = make_model("mamba_h", torch.float32)
-    blocks = torch.randint(0, 22, (3, 2, 8))
+    model, blocks = make_model("mamba_h", torch.float32), torch.randint(0, 22, (3, 2, 8))
     want = model.new_cache(2, 24)
     model.prefill(torch.cat(list(blocks), 1), want)
     prepared = inference_model(model, torch.float32)
@@ -84,6 +83,8 @@ def test_a_finished_block_is_in_the_cache_when_it_is_flushed():
     fast.flush()
     assert fast.begin.tolist() == fast.cache.lengths.tolist() == [24, 24] and fast.passes == 3
     torch.testing.assert_close(fast.cache.layers, want.layers)
+    with pytest.raises(AssertionError, match="make the engine before it is filled"):
+        fast_engine.new_engine("fused", prepared, fast.cache, make_sampler(model, 2), 8)
 
 
 @all_models

@@ -14,7 +14,7 @@ need_fast()
 import decoders  # noqa: E402
 import fast.two_stream as two_stream  # noqa: E402
 import ops  # noqa: E402
-from decoders import AS_SURE, DECODERS, Sampler  # noqa: E402
+from decoders import DECODERS, VARIABLE_COUNT, Sampler  # noqa: E402
 from fast.engine import say_once  # noqa: E402
 from fast.inference import inference_model  # noqa: E402
 from model import cast_for_inference  # noqa: E402
@@ -148,7 +148,7 @@ def test_cuda_graphs_give_the_tokens_of_the_plain_loop_in_every_decoder(monkeypa
     """Prompts of different lengths, rows that end at different steps, an end-of-text, a watcher. `confidence` has the
     logits of 20 positions at a time."""
     select_kernels("auto", "cuda")
-    monkeypatch.setattr(decoders, "MAX_LOGITS", 64_000 if decoder in AS_SURE else 20_000)   # of 64 or 20 positions
+    monkeypatch.setattr(decoders, "MAX_LOGITS", 64_000 if decoder in VARIABLE_COUNT else 20_000)   # of 64 or 20 positions
     model = gpu_model(name, block_len=64).cuda()
     lengths = (5, 70, 128, 200)
     say_once.cache_clear()
@@ -174,14 +174,14 @@ def test_the_host_never_waits_inside_a_block(decoder):
     prepared, new_engine = open_engine("graphs", model)
     sampler = Sampler([0, 1], decoder, 12, threshold=0.0015, entropy_bound=1e3, mask_id=999)
     blocks = new_engine(prepared, prepared.new_cache(2, 64), sampler, 64)
-    torch.cuda.set_sync_debug_mode("default" if decoder in AS_SURE else "error")
+    torch.cuda.set_sync_debug_mode("default" if decoder in VARIABLE_COUNT else "error")
     try:
         blocks.commit(blocks.decode(masks, 64))
         x0 = blocks.decode(masks, 64)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert (x0 != 999).all() and blocks.cache.lengths.tolist() == [64, 64] and blocks.name == "graphs"
-    if decoder in AS_SURE:
+    if decoder in VARIABLE_COUNT:
         assert 2 <= blocks.passes < 128
     else:
         assert blocks.passes == 2 * (64 if decoder == "first_hitting" else 6)

@@ -93,8 +93,8 @@ def test_a_saved_prompt_of_other_weights_is_refused(tmp_path):
     for others, dtype in ((model, torch.bfloat16), (other, torch.float32), (turned, torch.float32)):
         with pytest.raises(UserError, match="saved by another model or in another dtype"):
             load_prompt(path, others.config, fingerprint(others, dtype))
-    with pytest.raises(AssertionError, match="shorter than what the cache holds"):
-        generate(model, [prompt[:9]], 8, make_sampler(model), cache=load_prompt(path, model.config, mark)[1])
+    with pytest.raises(AssertionError, match="shorter than its cache"):
+        generate(model, [prompt[:9]], 8, make_sampler(model), prompt_cache=load_prompt(path, model.config, mark)[1])
 
 
 # ----------------------------------------------------------------------------------------------
