@@ -202,8 +202,8 @@ def save(ctx, inputs, output):
 
 
 def backward(ctx, dout, _, dstates, dconvs):
-    """Takes gradients of the four outputs of mixer_forward; `_` is that of y, which is kept for here and used by nobody
-    else. Returns those of its twelve inputs."""
+    """From the gradients of mixer_forward's four outputs those of its twelve inputs. `_` is that of y: it is an output
+    only so that it can be saved for this backward, so it has no gradient."""
     y, states, *tensors = ctx.saved_tensors
     boundaries = (dstates, dconvs) if ctx.states_every else (None, None)
     grads = mixer_backward(dout, *boundaries, y, states, *tensors, ctx.row, ctx.states_every)
