@@ -43,7 +43,7 @@ def test_files_that_a_page_names_exist(page):
 
 
 def test_the_table_from_the_papers_labels_names_functions_that_exist():
-    rows = [line for line in README.splitlines() if line.startswith("|") and re.search(r"\b(eq\.|tab:)", line)]
+    rows = PAGES["docs/differences.md"].partition("\n## Where the paper's")[2].splitlines()
     names = re.findall(r"`(?:\w+\.)*(\w+)`", " ".join(rows))
     assert len(rows) > 4 and len(names) > 15
     for name in names:
@@ -70,21 +70,22 @@ def test_the_models_of_config_are_those_of_the_readme_and_have_the_papers_parame
 
 
 def test_the_results_are_those_of_the_json_files_and_of_the_paper():
-    """Perplexity: the first run of each model, at the paper's rate."""
     def rows(name):
         return json.loads((ROOT / "assets" / f"{name}.json").read_text())["runs" if "web" in name else "rows"]
-    _, _, *table = README.partition("\n| | perplexity |")[2].partition("\n\n")[0].splitlines()
-    assert len(table) == len(MODELS)
-    for line, (kind, (name, _)) in zip(table, MODELS.items()):
-        first, quality, training, *generation = (cell.strip() for cell in line.strip("|").split("|"))
-        run = next(run for run in rows("web_87m") if run["base"] == f"{kind}_87m")
-        e = run["texts"]["data/web"]
-        assert first == name
-        assert quality == f"{e['ppl']:.0f} ± {e['ppl_se']:.0f} ({RESULTS[f'{kind}_87m']['c4'][0]:.1f})"
+
+    def table(head):
+        lines = README.partition(f"\n{head}")[2].partition("\n\n")[0].splitlines()[2:]
+        return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    for cells, run in zip(table("| 87M |"), rows("web_87m"), strict=True):
+        e, kind = run["texts"]["data/web"], run["base"]
+        assert cells[0].split(",")[0] == MODELS[kind.removesuffix("_87m")][0]
+        assert cells[1:3] == [f"{run['learning_rate']:g}", f"{e['ppl']:.0f} ± {e['ppl_se']:.0f}"]
+        assert cells[3] == (f"{RESULTS[kind]['c4'][0]:.1f}" if "," not in cells[0] else "-")
+    for cells, (kind, (name, _)) in zip(table("| | training"), MODELS.items(), strict=True):
         speed, = (r["tok_per_s"] for r in rows("train") if r["config"] == f"{kind}_350m")
-        assert training == f"{speed:,.0f} ({TRAIN[kind] / 8:,.0f})"
+        assert cells[:2] == [name, f"{speed:,.0f} ({TRAIN[kind] / 8:,.0f})"]
         speeds = {r["length"]: r["tok_per_s"] for r in rows(f"sample_{kind}")}
-        for cell, length in zip(generation, (1024, 8192, 65_536, 262_144), strict=True):
+        for cell, length in zip(cells[2:], (1024, 8192, 65_536, 262_144), strict=True):
             paper = SAMPLE[kind].get(length)
             ours = f"{speeds[length]:,.0f} ({f'{paper:,}' if paper else '-'})" if length in speeds else "-"
             assert cell == ours
