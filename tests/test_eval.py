@@ -124,14 +124,15 @@ def test_a_model_of_a_seed_that_takes_t_has_the_nelbo_that_is_written_down_here(
 
 def test_every_figure_of_a_text_by_hand():
     """Three sequences of 8 tokens and 6, 12 and 6 bytes, two noise samples each of (nats, masked, right)."""
-    sums = np.array([[[4, 5, 1], [6, 3, 1]], [[7, 4, 2], [9, 4, 2]], [[9, 2, 1], [13, 2, 3]]], float)
+    sums = np.array([[[400, 5, 1], [600, 3, 1]], [[700, 4, 2], [900, 4, 2]], [[900, 2, 1], [1300, 2, 3]]], float)
     f = nelbo_figures(sums, np.array([8, 8, 8]), np.array([6, 12, 6]))
-    # Means of nats 5, 8, 11; of masked 4, 4, 2; of right 1, 2, 2. Their sums are 24, 10 and 5.
+    # Means of nats 500, 800, 1100; of masked 4, 4, 2; of right 1, 2, 2. Their sums are 2400, 10 and 5.
     assert f == pytest.approx(dict(
-        nats=[5, 8, 11], nelbo=1, nelbo_se=math.sqrt(3 / 2 * (9 + 0 + 9)) / 24,             # 5 - 8, 8 - 8, 11 - 8
-        nelbo_se_noise=math.sqrt((2 + 2 + 8) / 2) / 24, ppl=math.e, ppl_se=math.e * math.sqrt(27) / 24,
-        acc=50, acc_se=100 * math.sqrt(3 / 2 * (1 + 0 + 1)) / 10,                           # 1 - 2, 2 - 2, 2 - 1
-        bpb=1 / math.log(2), bpb_se=math.sqrt(3 / 2 * (1 + 16 + 25)) / 24 / math.log(2),    # 5 - 6, 8 - 12, 11 - 6
+        nats=[500, 800, 1100], nelbo=100, nelbo_se=100 * math.sqrt(3 / 2 * (9 + 0 + 9)) / 24,       # 500 - 800, 0, 300
+        nelbo_se_noise=100 * math.sqrt((2 + 2 + 8) / 2) / 24, ppl=math.exp(100),
+        ppl_se=math.exp(100) * 100 * math.sqrt(27) / 24, acc=50,
+        acc_se=100 * math.sqrt(3 / 2 * (1 + 0 + 1)) / 10,                                   # 1 - 2, 2 - 2, 2 - 1
+        bpb=100 / math.log(2), bpb_se=100 * math.sqrt(3 / 2 * (1 + 16 + 25)) / 24 / math.log(2),    # 500 - 600, ...
         sequences=3, samples=2, tokens=24, bytes=24))
 
 
