@@ -103,7 +103,6 @@ def test_the_number_does_not_depend_on_batch_size_rank_count_or_later_samples(na
     np.testing.assert_allclose(sums_of(model, x, mc=2, batch_size=1), whole)
     shares = [sums_of(model, x, mc=2, batch_size=2, rank=r, world=3) for r in range(3)]
     np.testing.assert_allclose(sum(shares), whole)
-    assert not any((shares[0] * shares[1]).ravel())     # no two ranks have a sequence in common
     np.testing.assert_allclose(sums_of(model, x[:4]), whole[:4, :1])         # fewer sequences, fewer noise samples
     assert abs(sums_of(model, x, seed=1) - whole[:, :1])[..., 0].min() > 0   # another seed is other noise
     assert abs(whole[:, 0] - whole[:, 1])[..., 0].min() > 0                    # and so is another sample

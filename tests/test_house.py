@@ -35,8 +35,8 @@ def test_what_runs_on_a_cpu_is_the_plain_model_as_it_reads():
     done = subprocess.run([sys.executable, "-c", CHECKED_SAMPLE], cwd=ROOT, capture_output=True, text=True,
                           timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    calls = int(done.stdout.splitlines()[-1].split()[0])
-    assert calls == 2 * (15 + 16) * 8   # 2 engines; 15 steps, as one of 16 tokens is known, then 16; 8 layers
+    # 2 engines; 15 steps, as one of 16 tokens is known, then 16; 8 layers
+    assert done.stdout.endswith(f"\n{2 * (15 + 16) * 8} calls of Layer.denoise\n")
 
 
 def imported(path):

@@ -46,7 +46,6 @@ def test_rows_with_prompts_of_different_lengths_come_out_as_they_would_alone(nam
     for i, prompt in enumerate(prompts):
         alone = generate(model, [prompt], 13, make_sampler(model, 1, seed=5 + i, **how))
         assert torch.equal(together.tokens[i], alone.tokens[0])
-        assert torch.equal(together.tokens[i][:len(prompt)], prompt)
 
 
 @all_models

@@ -297,14 +297,13 @@ def test_operators_declare_the_shapes_that_they_return():
              whole.norm_weight, whole.out_proj.weight, columns, start, 48, 0)
     mixed = tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in mixed)
     y, empty = randn(2, 48, 48), randn(0)
-    tests = ("test_schema", "test_faketensor")
     scanned = tuple(v.contiguous() for v in scan_inputs(1, 20, 2, 16, 32).values())
     u, w, bias = randn(2, 9, 32), randn(32, 4), randn(32)
     for op, args in (
             (scan.ssd_scan_forward, (*scanned, 10, True)), (scan.ssd_scan_forward, (*scanned, 20, False)),
             (conv.causal_conv_forward, (u, w, bias, u[:, :3])), (mixer.gated_norm_forward, (u, u, bias)),
             (mixer.mixer_forward, mixed), (mixer.mixer_backward, (mixed[0][..., :24], None, None, y, empty, *mixed))):
-        torch.library.opcheck(op, args, test_utils=tests)
+        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
 # ----------------------------------------------------------------------------------------------

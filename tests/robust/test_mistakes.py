@@ -53,6 +53,7 @@ COMMANDS = [
     ("eval.py --checkpoint=hf://owner/name", "huggingface_hub halted; None in sys.modules; requirements.txt says"),
     ("eval.py --checkpoint=out --tasks=piqa", "lm_eval halted; None in sys.modules; requirements.txt says"),
     pytest.param("eval.py --checkpoint=out --tasks=piqaa", "the harness has no task 'piqaa'", marks=with_harness),
+    ("eval.py --checkpoint=out --data={data} --decoders=random:x", "write name:number, as in random:4"),
     ("checkpoint.py", "write python checkpoint.py export out/ --to=folder, not nothing"),
     ("checkpoint.py export out", "to is empty"),
     ("checkpoint.py export out --to=.", "holds README.md already, which would be lost"),
