@@ -71,9 +71,10 @@ def test_each_checkpoint_and_text_is_a_line_and_everything_one_line_of_json(corp
         assert text["sha256"] == hashlib.sha256(TokenData(corpus, "val").sequences(32, 20).numpy()).hexdigest()
         assert len(text["nats"]) == 20 and text["tokens"] == 20 * 32 >= text["bytes"] > 0
         assert text["bpb"] == pytest.approx(sum(text["nats"]) / math.log(2) / text["bytes"], rel=1e-5)
-    one = eval_record(f"--checkpoint={checkpoints[0]}", "--sequences=1")["results"][0]["text"]
+    one = eval_record(f"--checkpoint={checkpoints[0]}", "--sequences=1", "--seq_len=16")["results"][0]["text"]
     assert list(one) == [corpus], "by default the text of the training"
-    assert one[corpus]["samples"] == 1 and one[corpus]["nelbo_se"] is None     # there is no error of one sequence
+    # There is no error of one sequence.
+    assert [one[corpus][name] for name in ("samples", "tokens", "nelbo_se")] == [1, 16, None]
 
 
 def test_by_default_256_sequences_are_scored_or_4096_tokens_of_decoders(corpus, monkeypatch):
