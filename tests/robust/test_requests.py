@@ -131,8 +131,8 @@ def test_all_settings_reach_the_generation_and_watch_prints_a_line_for_each_step
     assert (length, how["stop_token"]) == (9, 256)
     assert sampler == Sampler([7, 8], "confidence", 3, temperature=2.0, top_k=9, top_p=0.8, mask_id=257)
     printed, shown = capsys.readouterr()
-    assert "\n18 tokens in 2.00 s: 9.0 tokens/s, 4 forward" in shown           # without prompt and suffix
-    assert shown.endswith(", cache 3.00 MiB\n")
+    # Without prompt and suffix.
+    assert shown.endswith("\n18 tokens in 2.00 s: 9.0 tokens/s, 4 forward passes, cache 3.00 MiB\n")
     lines = [line for line in shown.splitlines() if line.startswith("def ")]
     assert [line.count("\u2591") for line in lines] == [7, 4, 1, 0] and len(lines[0]) == 16
     first, second = printed.split("\n--- sample 2 ---\n")
