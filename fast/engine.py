@@ -148,8 +148,7 @@ def new_engine(wanted, model, cache, sampler, block_len):
     """
     # Plain attention to a cache waits for the device, which a graph cannot record.
     if wanted == "graphs" and cache.max_len and "cached_attention" not in ops.FAST:
-        raise UserError("engine=graphs needs the Triton kernels: use --kernels=auto (pip install triton), or "
-                        "--engine=simple")
+        raise UserError("engine=graphs needs the Triton kernels: --kernels=auto (pip install triton); or --engine=simple")
     if wanted != "fused":
         try:
             return FastEngine(model, cache, sampler, block_len, record=True)
