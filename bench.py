@@ -233,6 +233,7 @@ def blocks_seconds(engine, model, n_blocks):
     l, x0 = masks.size(1), torch.randint_like(masks, model.config.mask_id)
     # Random tokens, not zeros: the speed of a GPU depends on the numbers that it multiplies.
     model.prefill(torch.randint(model.config.mask_id, (len(masks), cache.max_len), device=masks.device), cache)
+    # l: from there on a block has a commit before it.
     prefixes = sorted({l, cache.max_len, *(n for n in PREFIXES if n < cache.max_len)})
 
     def block(prefix):

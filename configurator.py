@@ -60,7 +60,7 @@ def fit(name, value, default, where):
     items. A text is read as on the command line: a list is words with commas between them, and 2e4 is the int 20000. If
     the default is an empty list, digits are an int. Raises UserError for a value of another type."""
     due = type(default)
-    with contextlib.suppress(Exception):                # whatever a value of another type raises
+    with contextlib.suppress(Exception):                # whatever another type raises, or an item's UserError
         if isinstance(value, str) and due is list and value[:1] != "[":
             value = [int(part) if not default and part.isdecimal() else part for part in value.split(",") if part]
         elif isinstance(value, str) and due is not str:

@@ -162,6 +162,7 @@ class ActiveBlock:
         # A draw is a function of its position in the block and of `key`, each entry (b,):
         #   seed     of the row
         #   step     a number of the step. It grows by p, so that it also says where the step begins in `permutation`.
+        #            (For VARIABLE_COUNT any number above 0 would do.)
         #   begin    tokens of the row before this block. Without it, all blocks would get the same random numbers.
         self.step, self.begin = torch.zeros(2, b, dtype=torch.long, device=device)
         self.key = (torch.tensor(sampler.seeds, device=device), self.step, self.begin)

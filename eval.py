@@ -116,9 +116,9 @@ def price(model, x0, sampler, bar):
 
     If positions do not depend on what is drawn, p of the text is exact: the product of p of the tokens of all steps.
     `random` and `first_hitting` draw the positions. Then the price is a bound, the mean of -log p over the orders.
-    Which n of m masked tokens a step reveals is a uniform choice, so in the mean it scores each of the m tokens n / m
-    times. It adds just that, n / m of the -log p of all m: the same mean with less noise. With one token a step this
-    is the NELBO, a mean over the same orders (see BlockDiffusionLM.loss), if the model takes no t.
+    A step that reveals n of m masked tokens costs the -log p of these n. They are a uniform choice, so the mean of that
+    is n / m times the -log p of all m, which is added in its place: the same mean with less noise. With one token a
+    step this is the NELBO, a mean over the same orders (see BlockDiffusionLM.loss), if the model takes no t.
     """
     (b, s), (n_blocks, l) = x0.shape, model.config.split_blocks(x0.size(1))
     truth = x0.reshape(b * n_blocks, l)

@@ -61,7 +61,8 @@ class ModelConfig:
     def __post_init__(self):
         """Raises UserError for a shape that cannot work."""
         for name, value in vars(self).items():
-            # Numbers alone: other fields are switches or, in a fork, texts. NaN is refused, too.
+            # Numbers alone: other fields are switches or, in a fork, texts. NaN is refused, too. If 0 is a value of a
+            # field of your own, such as a dropout, leave that field out here.
             if type(value) in (int, float) and not 0 < value < math.inf:
                 raise UserError(f"{name} must be above 0 and finite, but is {value}")
         if self.seq_len % self.block_len:
@@ -382,6 +383,9 @@ class Layer(nn.Module):
     """
     Norm, mixer, norm, MLP, around a residual stream. Attention-only models have DDiT layers, as in SEDD and MDLM:
     AdaLN shifts, scales and gates both halves. Hybrid layers are modulated at the mixer's input alone, without gates.
+
+    On a GPU, generation computes this class, its mixers and `final` again, in fast/inference.py. After a change here
+    make the same change there, or sample with --engine=simple; tests/kernels/test_engines.py compares the two.
     """
 
     def __init__(self, config, index):
@@ -571,9 +575,10 @@ class BlockDiffusionLM(nn.Module):
         """
         Noise levels t (b, n_blocks), uniform on t_range, and is_masked (b, s): a token is masked with probability t of
         its block. generator: None, one of a CPU, or a list with one for each sequence; then a sequence's noise is the
-        same in every batch. stratum (i, parts): t comes from part i of so many equal parts of t_range, counted from 0;
-        i is an int or (b, n_blocks). (0, 1) is the whole range, (2, 4) its third quarter. nelbo.training_noise and
-        eval.py's --stratified pass parts of it, one for each block or sample: then the mean over these varies less.
+        same in every batch. stratum (i, parts): t = least + (most - least) * (i + u) / parts with u uniform on [0, 1).
+        So i = 0..parts-1 names one of `parts` equal parts of the range; i is an int or (b, n_blocks). (0, 1) is the
+        whole range, (2, 4) its third quarter. Training and evaluation with --stratified give each block or sample
+        another part: then the mean over these varies less.
         """
         (b, s), (i, parts) = x0.shape, stratum
         n_blocks, l = self.config.split_blocks(s)

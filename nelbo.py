@@ -39,13 +39,13 @@ def training_noise(x0, n_blocks, seed, step, rows, batch_size, stratified):
     with n blocks in the whole step, the range of t is cut into n equal parts, and each block draws its t from another
     part, in a random order.
     """
-    parts = len(x0) // len(rows)                        # sequences of a row
+    per_row = len(x0) // len(rows)                      # sequences of a row
     generators = noise_generators(seed, [step * batch_size + row for row in rows])
-    noise = dict(generator=[g for g in generators for _ in range(parts)])
+    noise = dict(generator=[g for g in generators for _ in range(per_row)])
     if stratified:
-        n = batch_size * parts * n_blocks
+        n = batch_size * per_row * n_blocks
         order = torch.from_numpy(permutation(seed, step, n)).view(batch_size, -1)        # permutation number `step`
-        noise["stratum"] = (order[list(rows)].view(-1, n_blocks).to(x0.device), n)     # (part of each block, parts)
+        noise["stratum"] = (order[list(rows)].view(-1, n_blocks).to(x0.device), n)     # (i of each block, parts)
     return noise
 
 

@@ -284,8 +284,9 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
     m = k.size(2)
     # `int` waits for the GPU. A full-sequence model, whose cache has max_len 0, need not wait.
     longest = int(lengths.max()) if k_cache.size(2) else 0
-    # Slots of the keys: the cached ones below 0, so that every query sees their blocks. With lengths [2, 4], m = 4 and
-    # blocks of 2:     slot          -4 -3 -2 -1  0  1  2  3         held, row 0    1  1  0  0  1  1  1  1
+    # A slot is an index into `keys` less `longest`: a cached key has one below 0, so that every query sees its block;
+    # new key j has slot j, and a shorter row has a gap before slot 0. With lengths [2, 4], m = 4 and blocks of 2:
+    #                  slot          -4 -3 -2 -1  0  1  2  3         held, row 0    1  1  0  0  1  1  1  1
     #                  block         -2 -2 -1 -1  0  0  1  1               row 1    1  1  1  1  1  1  1  1
     slot = torch.arange(-longest, m, device=q.device)                          # (longest + m,)
     block = slot // block_len                                                  # (longest + m,)

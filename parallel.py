@@ -268,13 +268,15 @@ class ShardedAdamW:
                 p.data, p.grad = p_data.view_as(p), p_grad.view_as(p)
             self.flats.append(dict(flat=flat, grad=grad, shard=shard, own=own, sizes=sizes,
                                    shapes={names[p]: p.shape for p in params}))
+            # The shard is no Parameter: AdamW asks only for a tensor with a .grad.
             groups.append(dict(params=[shard], weight_decay=group["weight_decay"]))
         self.adamw = torch.optim.AdamW(groups, betas=betas, eps=1e-8, fused=True)      # `step` sets lr
 
     def reduce_gradients(self):
         """Gives each rank the sum over ranks of the gradients of its shard: not the mean, because the loss was divided
-        by the size of the global batch. Returns the norm of all gradients, a tensor."""
-        for f in self.flats:
+        by the size of the global batch. Returns the norm of all gradients, a tensor. Afterwards p.grad is this sum only
+        within the rank's shard."""
+        for f in self.flats:                                        # in place: the output is a part of the input
             collective(reduce_scatter, f["shard"].grad, f["grad"])
         square = sum(f["shard"].grad.square().sum() for f in self.flats)
         collective(dist.all_reduce, square)                         # shards do not overlap, so their squares add up

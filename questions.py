@@ -46,8 +46,8 @@ def row_batches(config, texts, rows, budget):
 
 def masked_hidden(model, texts, begin, l, rows):
     """
-    Runs one batch of row_batches. Returns a list with (number, positions in the block, their hidden states (m, d)) for
-    each row. One row, in blocks of 6: a text of context c and answer a, masked at the position of M.
+    Runs one batch of row_batches. Returns a list with (number, those positions of the text that lie in the block, their
+    hidden states (m, d)) for each row. One row, in blocks of 6: a text of context c and answer a, masked at position M.
 
         c c c c c c  c c c c a a  a M a a . .
         the clean prefix          the noisy block: "." follows the text, is not known, and so is masked, too

@@ -62,7 +62,11 @@ MASK = "\u2591"
 # The engine
 
 class SimpleEngine:
-    """The plain engine. Each forward pass is one call of the model. fast.engine.FastEngine can take its place."""
+    """
+    The plain engine. Each forward pass is one call of the model. On a GPU fast.engine.FastEngine takes its place. It has
+    a step of its own: a change here belongs there, too. `generate` calls decode and commit and reads passes; bench.py
+    also uses step, name, model, cache and block.
+    """
     name = "simple"
 
     def __init__(self, model, cache, sampler, block_len):
@@ -179,7 +183,7 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
         # tolist waits for the device. With CUDA graphs it waits elsewhere only in ActiveBlock.steps.
         for i, block in enumerate(x0.tolist()):
             known = len(rows[i]) - starts[i] - k * l    # tokens of the block that the row has already: of its prompt
-            new = block[known:][:left[i]]               # [] for a row that has ended
+            new = block[known:][:left[i]]               # [] for a row that has ended, where known may be below 0
             left[i] -= len(new)
             if stop_token in new:
                 new, left[i] = new[:new.index(stop_token) + 1], 0
@@ -292,7 +296,7 @@ class Printer:
 
     def end(self):
         """Call it at the end or after an interrupt. Ends the first row and prints what the others have."""
-        self.print_row_0(final=True)
+        self.print_row_0(final=True)                    # and takes it out of `kept`
         for row, text in self.kept.items():
             print(f"\n--- sample {row + 1} ---\n{self.prompt}{text.decode(errors='replace')}")
 

@@ -145,6 +145,7 @@ def main(given):
         # run that is resumed here may validate once more. One that began with other weights validates at step 0, too.
         due = step >= max_iters or (step % eval_interval == 0 and (step > 0 or init_from))
         if due or n_signals:
+            # On every rank: state_dict is a collective.
             save(path, model, parallel, optimizer=optimizer.state_dict(), step=step, **about)
         if due and not n_signals:
             val_loss = validate(model, val, parallel, autocast, len(micro_batches[0]))
@@ -228,8 +229,8 @@ def describe(step, recent, lr, norm):
 
 
 def report(rank, line, row=None):
-    """Prints a line and, on rank 0, appends a row to the log if there is one. Where the line goes may be gone, such as
-    the terminal after SIGHUP: that ends no run."""
+    """Prints a line (on other ranks than 0 to nowhere, see Parallel) and, on rank 0, appends a row to the log if there is
+    one. Where the line goes may be gone, such as the terminal after SIGHUP: that ends no run."""
     if rank == 0 and row:
         with open(os.path.join(out_dir, "log.jsonl"), "a") as log:
             log.write(json.dumps(row) + "\n")
@@ -324,7 +325,7 @@ def take_settings(path, saved, given):
     ours = settings_of(globals())
     # `fit` gives each value the type of this revision's default, or refuses it.
     saved = {k: fit(k, v, ours[k], path) for k, v in saved.items() if k in ours.keys() - {"out_dir", "resume"}}
-    changed = [k for k, v in saved.items() if k in given and k != "init_from" and v != ours[k]]
+    changed = [k for k, v in saved.items() if k in given and k not in ("init_from", "data") and v != ours[k]]
     globals().update({k: v for k, v in saved.items() if k not in changed})
     return "".join(f", {k}: {saved[k]} -> {ours[k]}" for k in changed)
 
@@ -335,7 +336,8 @@ def check_settings():
     check(globals(), least=dict(batch_size=1, micro_batch_size=0, max_iters=1, min_lr=0, grad_clip=0, seed=0,
                                 eval_interval=1, eval_sequences=0, eval_samples=1, log_interval=1, short_len=1),
           most=dict(min_lr=learning_rate, t_min=t_max, t_max=1, seed=2 ** 62), above=dict(learning_rate=0, t_min=0))
-    if short_iters and (seq_len % short_len or block_len < seq_len and short_len % block_len):
+    # A full-sequence model takes short_len as its one block.
+    if short_iters and (seq_len % short_len or (block_len < seq_len and short_len % block_len)):
         raise UserError(f"short_len must divide seq_len ({seq_len}) into whole blocks, but is {short_len}")
     if warmup_iters >= max_iters:
         raise UserError(f"warmup_iters ({warmup_iters}) must be below max_iters ({max_iters}); add --warmup_iters=0")

@@ -115,10 +115,9 @@ class FastEngine:
         """Records a step without and a step with a commit. The cache must be empty, and is empty afterwards. All lazy
         compilation, tuning and loading happens here, so the first block is as fast as the others."""
         kinds = (False, True) if self.cache.max_len else (False,)      # without a cache nothing is committed
-        # compile_first compiles all Triton kernels at once without running them, so the drawn tokens are garbage. If
-        # positions are known beforehand, a kernel (unmask_and_advance) writes tokens into the block, so here nothing is
-        # written. Else torch writes the garbage, and the next step would look it up beyond the end of the embedding:
-        # then the kernels are compiled below, one after another.
+        # compile_first compiles all Triton kernels at once and runs none of them, so drawn tokens are garbage. Where
+        # positions are known beforehand, a kernel writes tokens, so none are written. Elsewhere torch would write them,
+        # and the embedding would fail on them: then the kernels are compiled below, one after another.
         if "cached_attention" in ops.FAST and self.block.next_in_order() is not None:
             from fast.triton_tools import compile_first
             compile_first(lambda: [self.denoise(commit) for commit in kinds])
@@ -148,7 +147,7 @@ def new_engine(wanted, model, cache, sampler, block_len):
     """
     # Plain attention to a cache waits for the device, which a graph cannot record.
     if wanted == "graphs" and cache.max_len and "cached_attention" not in ops.FAST:
-        raise UserError("engine=graphs needs the Triton kernels: --kernels=auto (pip install triton); or --engine=simple")
+        raise UserError("engine=graphs needs the Triton kernels: use --kernels=auto (pip install triton)")
     if wanted != "fused":
         try:
             return FastEngine(model, cache, sampler, block_len, record=True)

@@ -119,8 +119,9 @@ class InferenceMamba:
         if self.mixer.reverse_scan and state[0].size(1) <= u.size(1) <= block_ops.SCAN_ROW:
             y, power = (x[b if last else 0:] for x in self.scan(u, *state, commit))
             return linear_in_parts(pick(y, at).flatten(2), self.w_out, ways=2), pick(power, at)
-        clean = [self.mixer.extend(u[:b], state, lengths, rope, u.size(1))] if commit else []
-        noisy = pick(self.mixer.denoise(u[b:], state, lengths, rope), at)
+        # A Mamba mixer takes neither lengths nor rope.
+        clean = [self.mixer.extend(u[:b], state, None, None, u.size(1))] if commit else []
+        noisy = pick(self.mixer.denoise(u[b:], state, None, None), at)
         return (noisy if last else torch.cat([*clean, noisy]))[None], None
 
     def scan(self, u, conv, ssm, commit):
@@ -177,8 +178,9 @@ class InferenceLayer(Layer):
         """
         `denoise` of b active blocks (b, l, d); with `commit`, `extend` of b finished blocks and then `denoise` in one
         pass, so that weights are read once. Then rows (2 b, l, d) are the finished blocks and the active blocks that
-        follow them. lengths: the tokens before each row. cond: of the active blocks. In the last layer (`last`) the
-        result has only the active blocks and, with at (b, m), only these positions.
+        follow them. lengths: the tokens before each row of u. rope: the whole table (2, positions, e / 2), not that of
+        u's positions as in `denoise`. cond: of the active blocks. In the last layer (`last`) the result has only the
+        active blocks and, with at (b, m), only these positions.
         """
         mod = self.modulation_of_both(cond) if commit else self.modulation(cond)
         h, parts, bias = residual

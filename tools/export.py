@@ -57,7 +57,7 @@ def main():
             raise UserError(f"write python checkpoint.py export out/ --to=folder, not {' '.join(words) or 'nothing'}")
         if not words[1].startswith("-"):
             words[1] = f"--checkpoint={words[1]}"
-        settings = dict(globals(), checkpoint="out")
+        settings = dict(globals(), checkpoint="out")    # `export` has an argument of that name
         configure(settings, words[1:])
         check(settings, choices=dict(dtype=("float32", "bfloat16")))
         if not settings["to"]:

@@ -290,6 +290,7 @@ class Preparation:
             # Validation gets its share of the documents so far, whatever their sizes; a hash decides when. Of the first
             # two it gets one: so no split is empty.
             due = self.share * self.counts["documents"] - self.counts["val_documents"]
+            # Of two documents the second goes where the first did not: a chance of 1 (never to val) or 0.
             chance = self.counts["val_documents"] if self.counts["documents"] == 2 else zlib.crc32(tokens) / 2**32
             split = "val" if due > chance else "train"
         files[split].write(tokens)
