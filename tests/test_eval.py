@@ -64,7 +64,7 @@ def test_the_price_of_random_is_the_mean_over_orders_and_the_mean_of_the_nelbo_o
             xt = xt.scatter(2, at, x0.view(24, k, 4).gather(2, at))
         nats, passes = price_of(model, x0, f"random:{p}")
         assert float(nats.mean()) == pytest.approx(want[p], abs=1e-10) and (passes == math.ceil(4 / p)).all()
-
+    torch.testing.assert_close(price_of(model, x0, "first_hitting"), price_of(model, x0, "random:1"))
     masks, mean = torch.cartesian_prod(*[torch.tensor([False, True])] * 4), 0                  # (16, 4)
     for at, weight in zip(*np.polynomial.legendre.leggauss(4)):                # exact for the polynomials in t here
         t = (1 + at) / 2
