@@ -72,8 +72,8 @@ def fit(name, value, default, where):
 
 def run_config(path, settings):
     """Executes a config file. path: as it stands, in the repository's folder or in its config/; the ending .py may be
-    left out. Returns {name: value} of the public names that it assigns. Raises UserError if the file does not exist or
-    fails."""
+    left out. It may read settings by their names (but not through globals()). Returns {name: value} of the public names
+    that it assigns. Raises UserError if the file does not exist or fails."""
     name = path.removesuffix(".py") + ".py"             # so a checkpoint that is named by mistake is never run
     found = next((p for p in (Path(name), ROOT / name) if p.is_file()), ROOT / "config" / name)
     # The file finds settings where it finds builtins. So afterwards its scope has only what it assigned or imported.

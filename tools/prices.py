@@ -35,11 +35,12 @@ def main():
         raise UserError("nothing to draw; give --files=FILE.json, as eval.py --decoders --out=FILE.json writes it")
     print_table(rows, COLUMNS)
 
-    lines = {}
+    lines, texts = {}, {row["text"] for row in rows}
     for row in rows:
         rule = row["decoder"].partition(":")[0]
+        parts = [row["text"]] * (len(texts) > 1) + [row["model"]] + [rule] * ([rule] != rules)
         if not rules or rule in rules:
-            lines.setdefault(", ".join(part for part in (row["model"], rule) if [part] != rules), []).append(row)
+            lines.setdefault(", ".join(parts), []).append(row)
     with picture(out, ylabel="bits per byte", xlabel="bytes or tokens a pass") as ax:
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter("{x:g}")

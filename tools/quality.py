@@ -103,14 +103,13 @@ def compare():
 
 def main():
     check(globals(), least=dict(n_prompts=1, prompt_len=1, length=8, seed=0), endings=dict(out=".json", draw=".json"))
-    path = draw or out
-    if not draw:
-        write_file(path, json.dumps(compare(), indent=1))
-    rows = json.loads(Path(path).read_text())["rows"]
-    print_table(rows, COLUMNS)
+    record = json.loads(Path(draw).read_text()) if draw else compare()
+    write_file("" if draw else out, json.dumps(record, indent=1))
+    print_table(rows := record["rows"], COLUMNS)
 
     # A line over temperatures for each model and decoder; a cross is real text.
-    with picture(path.removesuffix("json") + "png", xlabel="entropy of tokens, nats", ylabel="repeated 4-grams") as ax:
+    with picture((draw or out or "quality.json").removesuffix("json") + "png", xlabel="entropy of tokens, nats",
+                 ylabel="repeated 4-grams") as ax:
         for (model, decoder), points in itertools.groupby(rows, lambda row: (row["model"], row["decoder"])):
             x, y = zip(*((row["entropy"], row["repeated"]) for row in points))
             ax.plot(x, y, "kx" if decoder == "real text" else ".-", label=f"{model}, {decoder}")
