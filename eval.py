@@ -1,6 +1,6 @@
 """
 Evaluates checkpoints: NELBO perplexity, bits per byte and masked-token accuracy (eq. nelbo-ppl-background), each with
-its standard error; and the price of decoders on real text. Question sets are in questions.py.
+its standard error; and the price of decoders on real text. Question sets are in tools/questions.py.
 
     python eval.py                                                      # out/ckpt.pt, else the model that ships
     python eval.py --checkpoint out/a,out/b --data data/c4,data/paloma  # one line for each pair; JSON comes last
@@ -26,7 +26,6 @@ from decoders import ActiveBlock, sampler_of
 from model import cast_for_inference
 from nelbo import NATS, gather, masked_cross_entropy, nelbo_sums, noise_seeds
 from parallel import Parallel, hardware, pick_dtype, progress, select_kernels
-from questions import evaluate_tasks
 
 # ----------------------------------------------------------------------------------------------
 # Settings
@@ -38,7 +37,7 @@ seq_len = 0                             # tokens of a sequence; 0: as in trainin
 mc = 1                                  # noise (Monte Carlo) samples per sequence
 stratified = False                      # sample j draws t from the j-th of mc equal parts of its range
 decoders = []                           # the price of these in place of perplexity, such as random:4,threshold:0.9
-# question sets, see questions.py
+# question sets, see tools/questions.py
 tasks = []                              # of lm-evaluation-harness, such as hellaswag,piqa
 include_path = ""                       # a folder with task files of your own
 limit = 0                               # questions per task, the first ones; 0: all
@@ -193,8 +192,9 @@ def folders_for(path, trained, parallel):
     return ["data/stdlib"]
 
 
-def evaluate(path, parallel, use_bf16):
-    """Evaluates one checkpoint on all that the settings ask for. Returns a dict. A collective."""
+def evaluate(path, parallel, use_bf16, evaluate_tasks):
+    """Evaluates one checkpoint on all that the settings ask for. Returns a dict. evaluate_tasks is the function of
+    tools/questions.py. A collective."""
     autocast = functools.partial(torch.autocast, parallel.device.type, torch.bfloat16, enabled=use_bf16)
     model, tokenizer, path, record = open_checkpoint(path, parallel.device)
     trained, step = record.get("settings", {}), record.get("step")
@@ -208,7 +208,7 @@ def evaluate(path, parallel, use_bf16):
     return dict(checkpoint=path, parameters=model.n_params, step=step, trained=trained, text=texts, tasks=answers)
 
 
-def main():
+def main(evaluate_tasks):
     check(globals(), least=dict(sequences=-1, mc=1, batch_size=1, seq_len=0, limit=0, seed=0),
           choices=dict(dtype=("auto", "float32", "bfloat16")), endings=dict(out=".json"))
     parallel, results = Parallel(device), []
@@ -216,7 +216,7 @@ def main():
     machine = dict(hardware(dev), ranks=parallel.world, dtype=str(weight_dtype), kernels=select_kernels(kernels, dev))
     print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
     for path in map(str, checkpoint):
-        results.append(evaluate(path, parallel, weight_dtype == torch.bfloat16))
+        results.append(evaluate(path, parallel, weight_dtype == torch.bfloat16, evaluate_tasks))
         record = json.dumps(dict(settings=settings_of(globals()), hardware=machine, results=results), default=str)
         record = record.replace(": NaN", ": null")      # JSON knows no NaN
         # After each checkpoint: an error in the next one loses nothing. Rank 0 writes for all.
@@ -226,5 +226,6 @@ def main():
 
 
 if __name__ == "__main__":
+    from tools.questions import evaluate_tasks
     with script("eval.py", globals()):
-        main()
+        main(evaluate_tasks)

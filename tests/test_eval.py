@@ -15,7 +15,7 @@ from decoders import Sampler, generate_naive
 from eval import nelbo_figures, ratio
 from model import ModelConfig
 from nelbo import NATS, nelbo_sums, noise_generators, sequence_nelbo
-from questions import score_pairs
+from tools.questions import score_pairs
 
 
 def one_rank(rank=0, world=1):

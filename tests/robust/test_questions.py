@@ -14,9 +14,9 @@ from conftest import eval_record, make_model, module_of, script, with_harness
 from data import TokenData, get_tokenizer
 from nelbo import gather, masked_cross_entropy
 from parallel import Parallel
-from questions import encode_question, score_pairs
 from test_eval import decoded, one_rank, sums_of
 from tools.loss import read_log
+from tools.questions import encode_question, score_pairs
 
 BYTES = get_tokenizer("bytes")
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")         # read when lm_eval is imported
