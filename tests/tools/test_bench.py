@@ -7,7 +7,7 @@ import bench
 from conftest import ROOT, module_of, script
 from checkpoint import config_from_file
 from paper import MODELS
-from tools import throughput
+from tools import profile_step, throughput
 
 QUICK = ["--device=cpu", "--warmup=0", "--iterations=1"]
 
@@ -77,6 +77,15 @@ def test_plot_draws_a_figure_and_the_newest_row_wins(tmp_path):
     assert speed["mamba_h"] == {256: 100, 512: 300} and machines == "a, torch 2.0"
     assert script("tools/throughput.py", files[0], f"--figures={tmp_path}", *files[1:])[0] == 0
     assert (tmp_path / "throughput.png").exists()
+
+
+def test_idle_times_are_the_gaps_of_all_streams_with_what_the_host_did_in_them():
+    kernels = [(10, 20, "a"), (15, 40, "b"), (18, 30, "c"), (60, 70, "d")]
+    found = profile_step.idle_times(kernels, [(0, 100, "step"), (41, 59, "sync"), (0, 5, "zero")], wall_ms=0.05)
+    assert [(gap["before"], gap["after"], gap["ms"], gap["host"]) for gap in found.pop("gaps")] == [
+        ("d", "the end", 0.03, [("step", 0.03)]), ("b", "d", 0.02, [("step", 0.02), ("sync", 0.018)]),
+        ("the start", "a", 0.01, [("step", 0.01), ("zero", 0.005)])]
+    assert found == pytest.approx(dict(profiled_ms=0.1, busy_ms=0.04, idle=0.6, idle_without_profiler=0.2))
 
 
 def test_the_tools_profile_without_options_and_say_what_they_are(tmp_path):

@@ -201,10 +201,6 @@ def test_tokens_that_somebody_removed_meanwhile_are_missed(tmp_path, monkeypatch
         prepared(tmp_path / "out", paths, skip_bad=True)
 
 
-class Killed(BaseException):
-    pass
-
-
 @pytest.mark.parametrize("seconds", [0, 1])
 @pytest.mark.parametrize("texts, fraction", [(TEXTS, 0.2), (["one", "two", "three"], 1e-9)])
 def test_a_preparation_stopped_at_any_write_goes_on_to_identical_files(tmp_path, monkeypatch, texts, fraction, seconds):
@@ -217,10 +213,10 @@ def test_a_preparation_stopped_at_any_write_goes_on_to_identical_files(tmp_path,
     def killed_at(n, write, moments):
         def moment():
             if next(moments) == n:
-                raise Killed
+                raise KeyboardInterrupt
         return lambda *args: (moment(), write(*args), moment())
     for n in itertools.count():
-        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
             moments = itertools.count()
             for name in ("fsync", "replace"):
                 patch.setattr(os, name, killed_at(n, getattr(os, name), moments))

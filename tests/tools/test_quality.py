@@ -3,25 +3,23 @@ import json
 
 import pytest
 
-from conftest import eval_record
-from tools import prices, quality
+from conftest import eval_record, script
+from tools import quality
 
 
-def test_every_model_decoder_and_temperature_is_a_row_beside_real_text(corpus, checkpoints, tmp_path, monkeypatch, capsys):
-    for name, value in dict(checkpoints=checkpoints, n_prompts=5, data=corpus, prompt_len=12, length=20, device="cpu",
-                            decoders=["random:2", "threshold:0.5"], temperatures=[0.5, 1.0],
-                            out=str(tmp_path / "quality.json")).items():
-        monkeypatch.setattr(quality, name, value)
-    quality.main()
+def test_every_model_decoder_and_temperature_is_a_row_beside_real_text(corpus, checkpoints, tmp_path):
+    _, table, _ = script(
+        "tools/quality.py", f"--checkpoints={','.join(checkpoints)}", f"--data={corpus}", "--n_prompts=5", "--device=cpu",
+        "--prompt_len=12", "--length=20", "--decoders=random:2,threshold:0.5", "--temperatures=0.5,1",
+        f"--out={tmp_path}/quality.json")
     real, *rows = json.loads((tmp_path / "quality.json").read_text())["rows"][:5]
     assert [(row["decoder"], row["temperature"]) for row in rows] == [
         ("random:2", 0.5), ("random:2", 1.0), ("threshold:0.5", 0.5), ("threshold:0.5", 1.0)]
     # 12 known tokens, 20 new ones, blocks of 8: 4 + 8 + 8 masks in 2 + 4 + 4 steps, and two commits.
     assert rows[0]["tok_per_pass"] == pytest.approx(20 / (2 + 4 + 4 + 2)) and rows[0]["tok_per_s"] > 0
     assert real["utf8"] == 1 and rows[1]["utf8"] < 0.9 and 1 < real["entropy"] < 3
-    monkeypatch.setattr(quality, "draw", str(tmp_path / "quality.json"))
-    quality.main()
-    assert capsys.readouterr().out.count("real text") == 4 and (tmp_path / "quality.png").exists()
+    assert table.count("real text") == 2 and (tmp_path / "quality.png").exists()
+    assert script("tools/quality.py", f"--draw={tmp_path}/quality.json")[1] == table
 
 
 def test_repeated_counts_4_grams_seen_before_and_utf8_bytes_of_whole_characters():
@@ -29,10 +27,8 @@ def test_repeated_counts_4_grams_seen_before_and_utf8_bytes_of_whole_characters(
     assert quality.utf8("añ".encode()) == 1 and quality.utf8("añ".encode()[:-1]) == 0.5
 
 
-def test_the_prices_of_decoders_are_a_table_and_a_picture(corpus, checkpoints, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(prices, "out", str(tmp_path / "prices.png"))
-    monkeypatch.setattr(prices, "files", [str(tmp_path / "prices.json")])
+def test_the_prices_of_decoders_are_a_table_and_a_picture(corpus, checkpoints, tmp_path):
     eval_record(f"--checkpoint={','.join(checkpoints)}", f"--data={corpus}", "--decoders=random:4,strided:4", "--sequences=4",
                 f"--out={tmp_path}/prices.json")
-    prices.main()
-    assert capsys.readouterr().out.count("strided:4") == 2 and (tmp_path / "prices.png").exists()
+    table = script("tools/prices.py", f"--files={tmp_path}/prices.json", f"--out={tmp_path}/prices.png")[1]
+    assert table.count("strided:4") == 2 and (tmp_path / "prices.png").exists()

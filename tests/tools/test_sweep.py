@@ -22,11 +22,10 @@ class Process(Child):
 
     def __init__(self, command, stdout, **how):
         self.start((os.path.relpath(command[1], ROOT), *command[2:]), {}, [stdout.name] * 2)
+        self.terminate, self.wait = self.process.terminate, self.process.join
 
     poll = lambda self: self.process.exitcode
     returncode = property(poll)
-    terminate = lambda self: self.process.terminate()
-    wait = lambda self: self.process.join()
 
 
 @pytest.fixture(scope="module")
