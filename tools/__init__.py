@@ -1,6 +1,6 @@
 """
-Commands beside the model: each file is one, `python -m tools.NAME`; questions.py belongs to `python eval.py --tasks`. No
-other code needs them. Here is what several of them share: the look of tables and pictures, and a folder's lock.
+Commands beside the model: each file is one, `python -m tools.NAME`; questions.py belongs to `python eval.py --tasks`.
+No other code needs them. Here is what several of them share: the look of tables and pictures, and a folder's lock.
 """
 import contextlib
 import fcntl

@@ -68,15 +68,13 @@ def both_passes(name, ours, others, flops, weights=()):
 # so a row says which one is missing.
 
 def mixer_rows(factory, big, compiled):
-    """A Mamba mixer in training: on a clean stream, which returns the states before every block, and on noisy blocks,
-    each a row that starts from its states. mamba-ssm: its scan in the plain mixer, with the convolution of
-    causal-conv1d if that is installed."""
+    """The two Mamba mixers of a layer in training, on both streams. mamba-ssm: its scan in the plain mixer, with the
+    convolution of causal-conv1d if that is installed."""
     b, s, l = (8, 8192, 256) if big else (1, 256, 64)
     config = dataclasses.replace(config_from_file("mamba_h_350m" if big else "laptop"), n_layer=2, vocab_size=64)
     model = cast_for_inference(BlockDiffusionLM(config), factory["dtype"]).to(factory["device"])
-    mixer = model.layers[1].mixer.fwd
-    torch._dynamo.config.recompile_limit = 64           # two forms, two passes, three implementations
-    run = torch.compile(mixer, dynamic=False) if compiled else mixer
+    mixer = model.layers[1].mixer
+    run = torch.compile(mixer.two_stream, dynamic=False) if compiled else mixer.two_stream
     def plain(*inputs):
         with ops.plain():
             return run(*inputs)
@@ -86,16 +84,14 @@ def mixer_rows(factory, big, compiled):
         with ops.plain():
             mamba_ssm.select()
             return run(*inputs)
-    (c, w), h, n, di = mixer.conv_weight.shape, mixer.heads, mixer.d_state, mixer.d_inner
-    for form, rows, m in (("clean stream", b, s - l), ("noisy rows", b * s // l, l)):
-        inputs = torch.randn(rows, m, config.d_model, **factory), None, None, l
-        if m == l:
-            ssm = torch.randn(rows, h, di // h, n, device=factory["device"])
-            inputs = inputs[0], torch.randn(rows, w - 1, c, **factory), ssm, None, False
-        products = mixer.in_proj.weight.numel() + mixer.out_proj.weight.numel()
-        flops = 2 * rows * m * (products + 64 * n + 64 * di + 2 * n * di)      # chunks of 64
-        others = {"mamba-ssm": (with_mamba_ssm, inputs), "plain torch" + ", compiled" * compiled: (plain, inputs)}
-        yield from both_passes(f"mixer, {form}", (run, inputs), others, flops, [*mixer.parameters()])
+    d, n, di = config.d_model, config.d_state, config.d_inner
+    clean, noisy = torch.randn(b, s - l, d, **factory), torch.randn(b * s // l, l, d, **factory)
+    inputs = clean, noisy, None, None, False            # no positions, no masks; not the last layer
+    products = mixer.fwd.in_proj.weight.numel() + mixer.fwd.out_proj.weight.numel()
+    # Noisy tokens are scanned in both directions, in chunks of 64.
+    flops = 2 * b * (3 * s - l) * (products + 64 * n + 64 * di + 2 * n * di)
+    others = {"mamba-ssm": (with_mamba_ssm, inputs), "plain torch" + ", compiled" * compiled: (plain, inputs)}
+    yield from both_passes("mixers of both streams", (run, inputs), others, flops, [*mixer.parameters()])
 
 
 def sdpa(big, **options):

@@ -14,7 +14,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import profile
 
-from bench import engine_builder, measure, training_step
+from bench import engine_builder, measure, now, training_step
 from configurator import check, script, write_file
 from checkpoint import config_from_file
 from parallel import hardware, pick_device, select_kernels
@@ -50,8 +50,7 @@ def profiled(step, dev):
     for _ in range(2):                                  # the first profile of a process starts the profiler
         with profile() as record:
             step()
-            if on_gpu:
-                torch.cuda.synchronize()
+            now(dev)                                    # waits for the device
 
     def runs(event):
         # Annotations of the host are repeated among a GPU's events, where they span kernels.
@@ -62,8 +61,8 @@ def profiled(step, dev):
 
     kernels = [(e.key[:100], e.count, (e.self_device_time_total if on_gpu else e.self_cpu_time_total) / 1e3)
                for e in record.key_averages() if runs(e)]
-    return (sorted((k for k in kernels if k[2]), key=lambda k: -k[2]), spans(runs),
-            spans(lambda event: event.device_type == DeviceType.CPU))
+    slowest = sorted((k for k in kernels if k[2]), key=lambda k: -k[2])
+    return slowest, spans(runs), spans(lambda event: event.device_type == DeviceType.CPU)
 
 
 def idle_times(kernels, host, wall_ms, most=10):

@@ -9,8 +9,8 @@ from tools import quality
 
 def test_every_model_decoder_and_temperature_is_a_row_beside_real_text(corpus, checkpoints, tmp_path):
     _, table, _ = script(
-        "tools/quality.py", f"--checkpoints={','.join(checkpoints)}", f"--data={corpus}", "--n_prompts=5", "--device=cpu",
-        "--prompt_len=12", "--length=20", "--decoders=random:2,threshold:0.5", "--temperatures=0.5,1",
+        "tools/quality.py", f"--checkpoints={','.join(checkpoints)}", f"--data={corpus}", "--n_prompts=5",
+        "--prompt_len=12", "--length=20", "--decoders=random:2,threshold:0.5", "--temperatures=0.5,1", "--device=cpu",
         f"--out={tmp_path}/quality.json")
     real, *rows = json.loads((tmp_path / "quality.json").read_text())["rows"][:5]
     assert [(row["decoder"], row["temperature"]) for row in rows] == [
@@ -28,7 +28,7 @@ def test_repeated_counts_4_grams_seen_before_and_utf8_bytes_of_whole_characters(
 
 
 def test_the_prices_of_decoders_are_a_table_and_a_picture(corpus, checkpoints, tmp_path):
-    eval_record(f"--checkpoint={','.join(checkpoints)}", f"--data={corpus}", "--decoders=random:4,strided:4", "--sequences=4",
-                f"--out={tmp_path}/prices.json")
+    eval_record(f"--checkpoint={','.join(checkpoints)}", f"--data={corpus}", "--decoders=random:4,strided:4",
+                "--sequences=4", f"--out={tmp_path}/prices.json")
     table = script("tools/prices.py", f"--files={tmp_path}/prices.json", f"--out={tmp_path}/prices.png")[1]
     assert table.count("strided:4") == 2 and (tmp_path / "prices.png").exists()
