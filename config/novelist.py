@@ -18,7 +18,7 @@ max_iters = 6900                # 384 x 1024 x 6900 = 2.7B bytes, 23 passes over
 warmup_iters = 500
 learning_rate = 4e-3
 init_std = 0.05
-t_min, t_max = 0.3, 0.7         # noise of the middle (docs/results.md); the model that ships had t from 0.001 to 1
+t_min, t_max = 0.3, 0.7         # noise of the middle: docs/results.md
 stratified = True
 embed_std = 1.0
 eval_interval = 1000
@@ -26,6 +26,8 @@ eval_sequences = 512
 eval_samples = 1
 log_interval = 50
 
-# The second stage, longer sequences at a lower rate on one GPU:
+# The model that ships went on from this in longer sequences, first on one GPU, then on two (its card says how):
 # python train.py config/novelist.py --init_from=out/novelist --out_dir=out/novelist2 --seq_len=2048 --batch_size=48
 #     --learning_rate=8e-4 --warmup_iters=200 --max_iters=10112
+# torchrun --nproc_per_node=2 train.py config/novelist.py --init_from=out/novelist2 --out_dir=out/novelist3 --seq_len=2048
+#     --batch_size=192 --learning_rate=2e-3 --warmup_iters=200 --max_iters=3500

@@ -17,7 +17,7 @@ lake!" said Rex. They were very happy."""
 # its kind, and its bits per byte with four bytes a step.
 PROMPT = "The old house was silent, and "
 SHIPPED = {
-    "novelist": (2.08903, "Cdevtndon Creedhlye harried in tethers b", license_text(), [2.7591, 3.0691, 3.0839]),
+    "novelist": (2.01729, "Cdentndon Creedhlye handed, in tetches m", license_text(), [2.6909, 3.0356, 3.2161]),
     "storyteller": (3.20137, "to Jenry. Mia hed his mind and would nev", torch.tensor([list(STORY.encode())]),
                     [1.3428, 1.3763, 1.8883])}
 
