@@ -65,8 +65,8 @@ def test_the_models_of_config_are_those_of_the_readme_and_have_the_papers_parame
         assert c.block_len == (256 if name.startswith(("bdlm_attention", "mamba_h")) else 8192)
         assert c.attn_every == (6 if "mamba" in name else 1)
     assert {name: f"{millions(name):.2f}" for name in PARAMS} == {name: f"{count:.2f}" for name, count in PARAMS.items()}
-    assert "with blocks of 256" in README and "every sixth layer attends" in README
-    assert f"[{millions('storyteller'):.1f}M parameters](assets/storyteller/README.md)" in README
+    assert "in blocks of 256 |" in README and "hybrids attend in every sixth layer" in README
+    assert f"A model of {millions('storyteller'):.1f}M parameters" in README
 
 
 def test_the_results_are_those_of_the_json_files_and_of_the_paper():
@@ -76,7 +76,7 @@ def test_the_results_are_those_of_the_json_files_and_of_the_paper():
     def table(head):
         lines = README.partition(f"\n{head}")[2].partition("\n\n")[0].splitlines()[2:]
         return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    for cells, run in zip(table("| 87M |"), rows("web_87m"), strict=True):
+    for cells, run in zip(table("| 87M "), rows("web_87m"), strict=True):
         e, kind = run["texts"]["data/web"], run["base"]
         assert cells[0].split(",")[0] == MODELS[kind.removesuffix("_87m")][0]
         assert cells[1:3] == [f"{run['learning_rate']:g}", f"{e['ppl']:.0f} ± {e['ppl_se']:.0f}"]
@@ -95,10 +95,10 @@ def test_the_laptop_commands_run(corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     ours = [c for c in commands(LAPTOP) if c.startswith("python ")]
     assert commands(LAPTOP)[:4] == ["pip install -r requirements.txt", ours[0], "pip install -r requirements.txt", ours[1]]
-    assert [c.split()[1] for c in ours[:3]] == ["sample.py", "train.py", "sample.py"] and len(ours) >= 8
+    assert [c.split()[1] for c in ours[:3]] == ["sample.py", "train.py", "sample.py"] and len(ours) >= 7
     tiny = {"train.py": [*TINY, "--max_iters=2", f"--data={corpus}", f"--out_dir={tmp_path}"],
             "sample.py": [f"--checkpoint={tmp_path}", "--device=cpu"],
-            "eval.py": [f"--checkpoint={tmp_path}/ckpt.pt", "--sequences=2"], "paper.py": []}
+            "eval.py": [f"--checkpoint={tmp_path}/ckpt.pt", "--sequences=2"]}
     for i, command in enumerate(ours):
         _, name, *flags = shlex.split(command)
         elsewhere = [f"--out_dir={tmp_path}/{i}"] * any(f.startswith("--out_dir") for f in flags)

@@ -3,7 +3,7 @@ Draws how decoders unmask a text as an animated SVG: side by side, with the same
 byte, and a frame is around the active block. It repeats, and follows the viewer's light or dark mode.
 
     python -m tools.unmasking --checkpoint=assets/storyteller --temperature=0.7 --prompt="Once upon a time" --length=176 \\
-        --decoders=random:1,strided:4 --out=assets/unmasking.svg
+        --decoders=random:1,strided:2 --out=assets/unmasking.svg
 """
 import itertools
 import math
@@ -69,7 +69,7 @@ def record(model, tokenizer, decoder):
         first, passes = passes, min(passes + len(steps) + 1, done.forward_passes)
         spans.append((at[begin], at[min(begin + l, len(tokens))], first, passes))
     name = sampler.decoder
-    how = f" {vars(sampler)[name]}" if name in VARIABLE_COUNT else f", {sampler.tokens_per_step} a pass"
+    how = f" {vars(sampler)[name]}" if name in VARIABLE_COUNT else f", {sampler.tokens_per_step} a step"
     return dict(title=name + how, data=b"".join(tokens), blocks=spans, passes=passes,
                 shown=[step for token, step in zip(tokens, shown) for _ in token])
 
