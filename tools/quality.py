@@ -3,14 +3,11 @@ What likelihood does not see in samples, beside real text, and the speed of gene
 held-out prompts with every decoder at several temperatures.
 
     python -m tools.quality --checkpoints=out/a,out/b --data=data/web
-    python -m tools.quality --draw=FILE.json            # only the table and the picture
 
-Low temperatures repeat, high ones write noise: so compare lines over temperatures, not single points, with the point of
-the real continuations. `python eval.py --decoders` gives the likelihood. Neither tells whether a text is true.
+Low temperatures repeat, high ones write noise: so compare several temperatures with the real continuations. `python eval.py --decoders` gives the likelihood. Neither tells whether a text is true.
 """
 import itertools
 import json
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,7 +20,7 @@ from decoders import sampler_of
 from nelbo import noise_seeds
 from parallel import hardware, pick_device, pick_dtype, select_kernels
 from sample import generate, open_engine
-from tools import picture, print_table
+from tools import print_table
 
 # ----------------------------------------------------------------------------------------------
 # Settings
@@ -35,8 +32,7 @@ n_prompts = 64                          # spread evenly over the validation text
 prompt_len = 256                        # tokens of a prompt
 length = 512                            # tokens of a continuation
 seed = 1337                             # of all draws
-out = "out/quality.json"                # the results; the picture gets the same name with .png
-draw = ""                               # a results file: only print and draw it
+out = "out/quality.json"                # the results
 device = "auto"                         # auto, cpu or cuda
 # ----------------------------------------------------------------------------------------------
 
@@ -102,17 +98,10 @@ def compare():
 
 
 def main():
-    check(globals(), least=dict(n_prompts=1, prompt_len=1, length=8, seed=0), endings=dict(out=".json", draw=".json"))
-    record = json.loads(Path(draw).read_text()) if draw else compare()
-    write_file("" if draw else out, json.dumps(record, indent=1))
-    print_table(rows := record["rows"], COLUMNS)
-
-    # A line over temperatures for each model and decoder; a cross is real text.
-    with picture((draw or out or "quality.json").removesuffix("json") + "png", xlabel="entropy of tokens, nats",
-                 ylabel="repeated 4-grams") as ax:
-        for (model, decoder), points in itertools.groupby(rows, lambda row: (row["model"], row["decoder"])):
-            x, y = zip(*((row["entropy"], row["repeated"]) for row in points))
-            ax.plot(x, y, "kx" if decoder == "real text" else ".-", label=f"{model}, {decoder}")
+    check(globals(), least=dict(n_prompts=1, prompt_len=1, length=8, seed=0), endings=dict(out=".json"))
+    record = compare()
+    write_file(out, json.dumps(record, indent=1))
+    print_table(record["rows"], COLUMNS)
 
 
 if __name__ == "__main__":
