@@ -41,7 +41,7 @@ def main():
         parts = [row["text"]] * (len(texts) > 1) + [row["model"]] + [rule] * ([rule] != rules)
         if not rules or rule in rules:
             lines.setdefault(", ".join(parts), []).append(row)
-    with picture(out, title=", ".join([*sorted(texts), *rules, "lower is better"]), ylabel="bits per byte",
+    with picture(out, title=", ".join([*sorted(texts), *rules, "bars: standard error over the text"]), ylabel="bits per byte",
                  xlabel="tokens a step") as ax:
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter("{x:g}")
