@@ -7,7 +7,7 @@ out_dir = "out/sweep_select"
 _embed = dict(attention="", bdlm_attention="", diffumamba_h="embed_std=1.0", mamba_h="embed_std=1.0")
 runs = [f"config/{model}_87m.py {_embed[model]} learning_rate={rate} warmup_iters={min(round(rate / 8e-6), 600)}"
         for rate in (4e-3, 8e-3, 2e-3) for model in _embed]
-train_settings = ("data=data/web batch_size=16 micro_batch_size=8 max_iters=1000 eval_interval=500 eval_sequences=0 "
+train_settings = ("data=data/web batch_size=16 micro_batch_size=16 max_iters=1000 eval_interval=500 eval_sequences=0 "
                   "t_min=0.3 t_max=0.7 stratified=true short_len=512 short_iters=250")
 eval_settings = "data=data/web sequences=0 mc=8 stratified=true"
 plateau = 7.0                           # nats per token: little more than the frequencies of tokens is known there
