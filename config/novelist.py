@@ -29,5 +29,5 @@ log_interval = 50
 # The model that ships went on from this in longer sequences, first on one GPU, then on two (its card says how):
 # python train.py config/novelist.py --init_from=out/novelist --out_dir=out/novelist2 --seq_len=2048 --batch_size=48
 #     --learning_rate=8e-4 --warmup_iters=200 --max_iters=10112
-# torchrun --nproc_per_node=2 train.py config/novelist.py --init_from=out/novelist2 --out_dir=out/novelist3 --seq_len=2048
-#     --batch_size=192 --learning_rate=2e-3 --warmup_iters=200 --max_iters=3500
+# torchrun --nproc_per_node=2 train.py config/novelist.py --init_from=out/novelist2 --out_dir=out/novelist3
+#     --seq_len=2048 --batch_size=192 --learning_rate=2e-3 --warmup_iters=200 --max_iters=3500

@@ -1,7 +1,7 @@
 # BDLM Mamba-H on bytes, trained on TinyStories: the model of assets/storyteller. Simple language is what six million
 # parameters can hold.
 #     python data.py text train.jsonl.zst --val validation.jsonl.zst --tokenizer bytes --out data/stories
-#     torchrun --nproc_per_node=2 train.py config/storyteller.py --init_from=assets/novelist
+#     torchrun --nproc_per_node=2 train.py config/storyteller.py --init_from=assets/novelist   # of 0ba3aa2
 
 out_dir = "out/storyteller"
 data = "data/stories"

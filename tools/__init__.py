@@ -1,6 +1,7 @@
 """
 Commands beside the model: each file is one, `python -m tools.NAME`; questions.py belongs to `python eval.py --tasks`.
-No other code needs them. Here is what several of them share: the look of tables and pictures, and a folder's lock.
+eval.py, data.py and checkpoint.py start three of them; no other code needs any. Here is what several of them share:
+the look of tables and pictures, and a folder's lock.
 """
 import contextlib
 import fcntl

@@ -1,5 +1,5 @@
 """
-Prints and draws what `python eval.py --decoders` found: bits per byte against tokens a pass.
+Prints and draws what `python eval.py --decoders` found: bits per byte against tokens a step.
 
     python eval.py --decoders=random:1,random:4,strided:1,strided:4 --out=out/prices.json
     python -m tools.prices --files=out/prices.json      # one or more; writes out/prices.png
@@ -41,8 +41,8 @@ def main():
         parts = [row["text"]] * (len(texts) > 1) + [row["model"]] + [rule] * ([rule] != rules)
         if not rules or rule in rules:
             lines.setdefault(", ".join(parts), []).append(row)
-    with picture(out, title=", ".join([*sorted(texts), *rules, "bars: standard error over the text"]), ylabel="bits per byte",
-                 xlabel="tokens a step") as ax:
+    title = ", ".join([*sorted(texts), *rules, "bars: standard error over the text"])
+    with picture(out, title=title, ylabel="bits per byte", xlabel="tokens a step") as ax:
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter("{x:g}")
         for label, line in lines.items():

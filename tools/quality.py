@@ -4,7 +4,8 @@ held-out prompts with every decoder at several temperatures.
 
     python -m tools.quality --checkpoints=out/a,out/b --data=data/web
 
-Low temperatures repeat, high ones write noise: so compare several temperatures with the real continuations. `python eval.py --decoders` gives the likelihood. Neither tells whether a text is true.
+Low temperatures repeat, high ones write noise: so compare several temperatures with the real continuations. `python
+eval.py --decoders` gives the likelihood. Neither tells whether a text is true.
 """
 import itertools
 import json
