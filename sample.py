@@ -39,7 +39,7 @@ save_cache = ""                         # write the prompt and its cache to this
 load_cache = ""                         # continue from a cache that save_cache wrote; the prompt comes after its text
 length = 512                            # tokens to generate (max_new_tokens, in nanoGPT)
 num_samples = 1                         # samples generated side by side, as the rows of one batch
-decoder = "strided"                     # it costs the fewest bits a step (docs/results.md); the others: decoders.py
+decoder = "strided"                     # at any pace it costs the fewest bits (docs/results.md); others: decoders.py
 tokens_per_step = 0                     # p, tokens revealed per step; 0: at most 32 steps a block
 threshold = 0.9                         # with decoder=threshold: reveal where a token has at least this probability
 entropy_bound = 0.5                     # with decoder=entropy_bound: reveal positions of together this entropy, in nats
@@ -63,9 +63,9 @@ MASK = "\u2591"
 
 class SimpleEngine:
     """
-    The plain engine. Each forward pass is one call of the model. On a GPU fast.engine.FastEngine takes its place. It has
-    a step of its own: a change here belongs there, too. `generate` calls decode and commit and reads passes; bench.py
-    also uses step, name, model, cache and block.
+    The plain engine. Each forward pass is one call of the model. On a GPU fast.engine.FastEngine takes its place. It
+    has a step of its own: a change here belongs there, too. `generate` calls decode and commit and reads passes;
+    bench.py also uses step, name, model, cache and block.
     """
     name = "simple"
 
