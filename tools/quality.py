@@ -4,8 +4,8 @@ held-out prompts with every decoder at several temperatures.
 
     python -m tools.quality --checkpoints=out/a,out/b --data=data/web
 
-Low temperatures repeat, high ones write noise: so compare several temperatures with the real continuations. `python
-eval.py --decoders` gives the likelihood. Neither tells whether a text is true.
+Low temperatures repeat, high ones write noise: so compare lines over temperatures with the point of the real
+continuations. `python eval.py --decoders` gives the likelihood. Neither tells whether a text is true.
 """
 import itertools
 import json
@@ -21,7 +21,7 @@ from decoders import sampler_of
 from nelbo import noise_seeds
 from parallel import hardware, pick_device, pick_dtype, select_kernels
 from sample import generate, open_engine
-from tools import print_table
+from tools import picture, print_table
 
 # ----------------------------------------------------------------------------------------------
 # Settings
@@ -33,7 +33,7 @@ n_prompts = 64                          # spread evenly over the validation text
 prompt_len = 256                        # tokens of a prompt
 length = 512                            # tokens of a continuation
 seed = 1337                             # of all draws
-out = "out/quality.json"                # the results
+out = "out/quality.json"                # the results; the picture gets the same name with .png
 device = "auto"                         # auto, cpu or cuda
 # ----------------------------------------------------------------------------------------------
 
@@ -103,6 +103,11 @@ def main():
     record = compare()
     write_file(out, json.dumps(record, indent=1))
     print_table(record["rows"], COLUMNS)
+    # A line over temperatures for each model and decoder; a cross is real text.
+    with picture(out.removesuffix("json") + "png", xlabel="entropy, nats", ylabel="repeated 4-grams") as ax:
+        for (model, decoder), points in itertools.groupby(record["rows"], lambda row: (row["model"], row["decoder"])):
+            x, y = zip(*((row["entropy"], row["repeated"]) for row in points))
+            ax.plot(x, y, "kx" if decoder == "real text" else ".-", label=f"{model}, {decoder}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def test_every_model_decoder_and_temperature_is_a_row_beside_real_text(corpus, c
     # 12 known tokens, 20 new ones, blocks of 8: 4 + 8 + 8 masks in 2 + 4 + 4 steps, and two commits.
     assert rows[0]["tok_per_pass"] == pytest.approx(20 / (2 + 4 + 4 + 2)) and rows[0]["tok_per_s"] > 0
     assert real["utf8"] == 1 and rows[1]["utf8"] < 0.9 and 1 < real["entropy"] < 3
-    assert table.count("real text") == 2
+    assert table.count("real text") == 2 and (tmp_path / "quality.png").exists()
 
 
 def test_repeated_counts_4_grams_seen_before_and_utf8_bytes_of_whole_characters():
