@@ -40,21 +40,6 @@ def settings_of(namespace):
     return {k: v for k, v in namespace.items() if k[0].islower() and isinstance(v, (int, float, str, list))}
 
 
-def comments_of(namespace):
-    """{setting: the comment after it in the source of its script}."""
-    source = Path(namespace.get("__file__", __file__)).read_text("utf-8")
-    return dict(re.findall(r"^([a-z]\w*) = .*?[^\S\n]# (.*)$", source, re.MULTILINE))
-
-
-def check_name(name, settings, where, comments):
-    """Raises UserError if `name` is not a setting. The message names settings whose comments have that word, as they
-    have some names of nanoGPT, or else settings of similar spelling. where: the file or "command line"."""
-    if name not in settings:
-        near = [k for k, comment in comments.items() if name in re.findall(r"\w+", comment)]
-        near = near[:2] or difflib.get_close_matches(name, settings, 2, 0.5) or ["--help"]
-        raise UserError(f"{where}: there is no setting '{name}'; did you mean {' or '.join(near)}?")
-
-
 def fit(name, value, default, where):
     """Returns the value in the type of the setting's default, and the items of a list in the type of the default's
     items. A text is read as on the command line: a list is words with commas between them, and 2e4 is the int 20000. If
@@ -81,8 +66,7 @@ def run_config(path, settings):
     try:
         exec(compile(found.read_bytes(), found, "exec"), scope)
     except (Exception, SystemExit) as error:            # the user's code may raise anything
-        raise UserError(f"config file {path} cannot be run ({type(error).__name__}: {error}); a setting is written "
-                        f"--name=value") from error
+        raise UserError(f"config {path} cannot be run ({type(error).__name__}: {error}); write --name=value") from error
     # What has a __name__ is a helper: a module, a function, a class.
     return {k: v for k, v in scope.items() if k[0] != "_" and not k.isupper() and not hasattr(v, "__name__")}
 
@@ -94,7 +78,9 @@ def configure(namespace, argv=None, where="command line"):
     and wrong types; `where` tells where argv comes from. --help prints the docstring and the settings as they are so
     far, with the comments after them, and exits with status 0.
     """
-    settings, comments, given = settings_of(namespace), comments_of(namespace), {}
+    settings, given = settings_of(namespace), {}
+    script_text = Path(namespace.get("__file__", __file__)).read_text("utf-8")
+    comments = dict(re.findall(r"^([a-z]\w*) = .*?[^\S\n]# (.*)$", script_text, re.MULTILINE))  # {setting: its comment}
     # The words leave sys.argv: torch.compile copies it, without escaping, into the code that it generates.
     words = [sys.argv.pop(1) for _ in sys.argv[1:]] if argv is None else list(argv)
     while words:
@@ -106,15 +92,18 @@ def configure(namespace, argv=None, where="command line"):
             sys.exit(0)
         if word.startswith("--"):
             name, equals, text = word[2:].partition("=")                       # --name=value
-            if not equals and type(settings.get(name)) is bool:                # --name: true
-                text = True
-            elif not equals:                                                   # --name value; `fit` refuses None
-                text = words.pop(0) if words and words[0][:2] != "--" else None
+            if not equals:                                                     # --name value, or --name alone: true
+                values = ["true"] if type(settings.get(name)) is bool else words
+                text = values.pop(0) if values and values[0][:2] != "--" else None         # `fit` refuses None
             new, source = {name: text}, where
         else:
             new, source = run_config(word, settings), word
         for name, value in new.items():
-            check_name(name, settings, source, comments)
+            if name not in settings:
+                # Comments have some names of nanoGPT. Settings whose comment has the word come before similar names.
+                near = [k for k, comment in comments.items() if name in re.findall(r"\w+", comment)][:2]
+                near = near or difflib.get_close_matches(name, settings, 2, 0.5) or ["--help"]
+                raise UserError(f"{source}: there is no setting '{name}'; did you mean {' or '.join(near)}?")
             settings[name] = given[name] = fit(name, value, settings[name], source)
     namespace.update(given)
     return given

@@ -69,7 +69,7 @@ COMMANDS = [
     ("data.py jsonl a.jsonl --tokens=9", "takes no"),
     *((f"data.py jsonl a.jsonl --out=new --val_fraction={value}", "must be ") for value in ("-1", "nan", "1")),
     ("bench.py trian", "subcommand must be one of train, sample, but is 'trian'"),
-    ("bench.py train --only=laptop,nope", "config file nope cannot be run (FileNotFoundError"),
+    ("bench.py train --only=laptop,nope", "config nope cannot be run (FileNotFoundError"),
     ("bench.py train --out=x.pt", "out must be a .json file"),
     ("bench.py sample --lengths=many", "whole numbers from 1 to 262144, not 'many'"),
     ("tools/compare_ops.py --only=adamw,nope", "only must be one of mixer, "),

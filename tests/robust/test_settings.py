@@ -51,7 +51,7 @@ def test_a_value_is_read_in_the_type_of_its_setting(monkeypatch, namespace, flag
     ("--max_iters=1.5", "such as 100, not 1.5"), ("--learning_rate=nan", "such as 0.001, not 'nan'"),
     ("--rates=0.5,x", r"such as \[0.6, 1.0\], not \['0.5', 'x'\]"), ("--batch=1.5", r"such as \[1\], not \['1.5'\]"),
     ("--resume=2", "such as False, not 2"), ("--max_iters", "100, not None"), ("--out_dir --resume", "'out', not None"),
-    ("-max_iters 5", r"config file -max_iters cannot be run \(FileNotFound.*; a setting is written --name=value"),
+    ("-max_iters 5", r"config -max_iters cannot be run \(FileNotFound.*; write --name=value"),
     (str(ROOT / "README.md"), "README.md cannot be run")])
 def test_mistakes_are_one_sentence_with_the_nearest_name(namespace, flags, message):
     before = dict(namespace)
