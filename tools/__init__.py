@@ -37,12 +37,11 @@ def picture(path, **about):
     """A context with the axes of an empty plot, which is then written to the file `path`. about: title, labels and
     scales, for `Axes.set`. Raises ImportError without matplotlib."""
     from matplotlib.figure import Figure
-    fig = Figure(figsize=(8, 4.8), layout="constrained")
-    ax = fig.subplots()
+    ax = Figure(figsize=(8, 4.8), layout="constrained").subplots()
     yield ax
     ax.set(**about)
     ax.spines[["top", "right"]].set_visible(False)
     if ax.get_legend_handles_labels()[0]:
         ax.legend(frameon=False, fontsize=8)
-    fig.savefig(path, dpi=130)
+    ax.figure.savefig(path, dpi=130)
     print(f"wrote {path}")

@@ -27,12 +27,13 @@ def main():
     rows = []
     for path in files:
         with open(path) as f:
-            for result in json.load(f)["results"]:
+            for result in json.load(f).get("results", []):             # none in the JSON of another tool
                 for folder, text in result["text"].items():
-                    about = dict(text=folder, model=result["checkpoint"], block_len=text.get("block_len"))
+                    about = dict(file=path, text=folder, model=result["checkpoint"], block_len=text.get("block_len"))
                     rows += [dict(about, decoder=name, **found) for name, found in text.get("decoders", {}).items()]
-    if not rows:
-        raise UserError("nothing to draw; give --files=FILE.json, as eval.py --decoders --out=FILE.json writes it")
+    empty = sorted({*files} - {row["file"] for row in rows})
+    if empty or not files:
+        raise UserError(f"nothing to draw in --files={','.join(empty)}; name a file that eval.py --decoders wrote")
     print_table(rows, COLUMNS)
 
     lines, texts = {}, {row["text"] for row in rows}
