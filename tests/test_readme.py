@@ -71,16 +71,17 @@ def test_the_models_of_config_are_those_of_the_readme_and_have_the_papers_parame
 
 def test_the_results_are_those_of_the_json_files_and_of_the_paper():
     def rows(name):
-        return json.loads((ROOT / "assets" / f"{name}.json").read_text())["runs" if "web" in name else "rows"]
+        return json.loads((ROOT / "assets" / f"{name}.json").read_text())["runs" if name == "bytes" else "rows"]
 
     def table(head):
         lines = README.partition(f"\n{head}")[2].partition("\n\n")[0].splitlines()[2:]
         return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    for cells, run in zip(table("| 87M "), rows("web_87m"), strict=True):
-        e, kind = run["texts"]["data/web"], run["base"]
-        assert cells[0].split(",")[0] == MODELS[kind.removesuffix("_87m")][0]
-        assert cells[1:3] == [f"{run['learning_rate']:g}", f"{e['ppl']:.0f} ± {e['ppl_se']:.0f}"]
-        assert cells[3] == (f"{RESULTS[kind]['c4'][0]:.1f}" if "," not in cells[0] else "-")
+    seeds = zip(rows("bytes")[:5], rows("bytes")[5:], strict=True)
+    for (name, *cells), runs, (expected, _) in zip(table("| 10M "), seeds, [*MODELS.values(), ("autoregressive attention", 0)],
+                                                   strict=True):
+        assert name == expected
+        figures = [[run["texts"][f"data/{text}_bytes"]["bpb"] for run in runs] for text in ("web", "novels")]
+        assert cells == [f"{sum(pair) / 2:.3f}" for pair in figures] and all(abs(a - b) < 0.031 for a, b in figures)
     for cells, (kind, (name, _)) in zip(table("| | training"), MODELS.items(), strict=True):
         speed, = (r["tok_per_s"] for r in rows("train") if r["config"] == f"{kind}_350m")
         assert cells[:2] == [name, f"{speed:,.0f} ({TRAIN[kind] / 8:,.0f})"]
