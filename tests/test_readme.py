@@ -65,7 +65,7 @@ def test_the_models_of_config_are_those_of_the_readme_and_have_the_papers_parame
         assert c.block_len == (256 if name.startswith(("bdlm_attention", "mamba_h")) else 8192)
         assert c.attn_every == (6 if "mamba" in name else 1)
     assert {name: f"{millions(name):.2f}" for name in PARAMS} == {name: f"{count:.2f}" for name, count in PARAMS.items()}
-    assert "in blocks of 256 |" in README and "hybrids attend in every sixth layer" in README
+    assert "| blocks of 256 |" in README and "every sixth layer attention" in README
     assert f"A model of {millions('storyteller'):.1f}M parameters" in README
 
 
