@@ -6,7 +6,7 @@ the look of tables and pictures, and a folder's lock.
 import contextlib
 import fcntl
 
-from configurator import UserError
+from configurator import UserError, write_file
 
 
 def lock(path, refusal):
@@ -34,8 +34,8 @@ def print_table(rows, columns):
 
 @contextlib.contextmanager
 def picture(path, **about):
-    """A context with the axes of an empty plot, which is then written to the file `path`. about: title, labels and
-    scales, for `Axes.set`. Raises ImportError without matplotlib."""
+    """A context with the axes of an empty plot, which is then written to the file `path`, a PNG. about: title, labels
+    and scales, for `Axes.set`. Raises ImportError without matplotlib."""
     from matplotlib.figure import Figure
     ax = Figure(figsize=(8, 4.8), layout="constrained").subplots()
     yield ax
@@ -43,5 +43,5 @@ def picture(path, **about):
     ax.spines[["top", "right"]].set_visible(False)
     if ax.get_legend_handles_labels()[0]:
         ax.legend(frameon=False, fontsize=8)
-    ax.figure.savefig(path, dpi=130)
+    write_file(path, lambda file: ax.figure.savefig(file, dpi=130, format="png"))
     print(f"wrote {path}")

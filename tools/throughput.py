@@ -5,7 +5,6 @@ Draws the throughput figure from the JSON files that bench.py wrote with --out.
     python -m tools.throughput assets/sample_*.json                         # that of docs/results.md
 """
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -67,7 +66,6 @@ def main():
         raise UserError("name what to draw, files that bench.py wrote: python -m tools.throughput FILE...")
     speed, machines = read(files)
     note = f"tokens generated; random weights, batch 1, bf16\nlines: ours, {machines}\nhollow: the paper, A100-80GB"
-    os.makedirs(figures, exist_ok=True)
     with picture(f"{figures}/throughput.png", ylabel="tokens/s", xlabel=note,
                  title="Generation, 700M parameters, 16 tokens a step") as ax:
         curves(ax, speed, SAMPLE)

@@ -75,8 +75,8 @@ def test_plot_draws_a_figure_and_the_newest_row_wins(tmp_path):
         path.write_text(json.dumps(dict(bench="sample", when=when, rows=found, hardware=dict(name="a", torch="2.0"))))
     speed, machines = throughput.read(files)
     assert speed["mamba_h"] == {256: 100, 512: 300} and machines == "a, torch 2.0"
-    assert script("tools/throughput.py", files[0], f"--figures={tmp_path}", *files[1:])[0] == 0
-    assert (tmp_path / "throughput.png").exists()
+    assert script("tools/throughput.py", files[0], f"--figures={tmp_path}/new", *files[1:])[0] == 0
+    assert (tmp_path / "new" / "throughput.png").exists()
 
 
 def test_idle_times_are_the_gaps_of_all_streams_with_what_the_host_did_in_them():
