@@ -1,13 +1,12 @@
 """
-Profiles one training step or one denoising step: the time of its kernels, by kind and by name, beside the time that it
-takes without the profiler. On a GPU also the time in which no kernel runs, with its longest gaps and what the host did
-in them. The profiler slows the host, so the idle share of the profiled step is an upper bound. The better estimate
-compares the time in which kernels ran with the time that the step takes without the profiler.
+Profiles one training step or one denoising step: the time of its kernels, by kind and of the slowest by name, beside
+the time that it takes without the profiler. On a GPU also the time in which no kernel runs, with its longest gaps and
+what the host did in them. The profiler slows the host, so the idle share of the profiled step is an upper bound. The
+better estimate compares the time in which kernels ran with the time that the step takes without the profiler.
 
     python -m tools.profile_step --configs=mamba_h_350m,bdlm_attention_350m     # training steps
     python -m tools.profile_step --sampling=true --configs=mamba_h_700m         # denoising steps
 """
-import json
 from collections import Counter
 
 import torch
@@ -15,16 +14,13 @@ from torch.autograd import DeviceType
 from torch.profiler import profile
 
 from bench import engine_builder, measure, now, training_step
-from configurator import check, script, write_file
+from configurator import check, script
 from checkpoint import config_from_file
-from parallel import hardware, pick_device, select_kernels
+from parallel import pick_device, select_kernels
 
 configs = []                            # names of files in config/; []: mamba_h_350m on a GPU, laptop on a CPU
 sampling = False                        # True: profile a denoising step with an empty prefix; False: a training step
-batch = 1                               # with sampling: samples side by side
 micro_batch_size = 8                    # sequences of a training step
-top = 20                                # kernels to print by name
-out = ""                                # also write the profile to this JSON file
 
 # Parts of the names of kernels; those with aten:: are operators, on a CPU.
 KINDS = {"attention": ("flash", "flex", "attend", "combine_k", "cudnn"),
@@ -39,8 +35,8 @@ def kind_of(name):
 
 
 def denoising_step(config, dev):
-    """A function that makes one denoising step of a new model, whose cache has room for eight blocks."""
-    return engine_builder(config, dev, batch, min(9 * config.block_len, config.seq_len))().step
+    """A function that makes one denoising step of one sample by a new model, whose cache has room for eight blocks."""
+    return engine_builder(config, dev, 1, min(9 * config.block_len, config.seq_len))().step
 
 
 def profiled(step, dev):
@@ -70,8 +66,8 @@ def idle_times(kernels, host, wall_ms, most=10):
     The times in which no kernel runs, a dict. kernels (of all streams) and host: see `profiled`. wall_ms: the time of
     the same step without the profiler.
       profiled_ms   from the first event to the last
-      busy_ms       the part of it in which a kernel runs
-      idle          the other part, as a share; idle_without_profiler: as if busy_ms was a part of wall_ms
+      idle          the share of it in which no kernel runs; idle_without_profiler: the share of wall_ms, if kernels run
+                    for as long without the profiler
       gaps          the longest: their length, the kernels before and after, and (name, overlap in milliseconds) of the
                     host's events that overlap it most, the outermost of equals first
     """
@@ -83,19 +79,18 @@ def idle_times(kernels, host, wall_ms, most=10):
         if end > at:                                    # else a kernel of another stream ends later
             at, before = end, name
 
-    span, found = last - first, []
+    span, told = last - first, []
     busy = span - sum(length for length, *_ in gaps)
     for length, begin, end, before, after in sorted(gaps, reverse=True)[:most]:
         did = sorted(((min(e[1], end) - max(e[0], begin), e[1] - e[0], e[2]) for e in host), reverse=True)[:5]
-        found.append(dict(ms=length / 1e3, before=before, after=after,
-                          host=[(name, overlap / 1e3) for overlap, _, name in did if overlap > 0]))
-    return dict(profiled_ms=span / 1e3, busy_ms=busy / 1e3, idle=1 - busy / span, gaps=found,
-                idle_without_profiler=1 - busy / 1e3 / wall_ms)
+        told.append(dict(ms=length / 1e3, before=before, after=after,
+                         host=[(name, overlap / 1e3) for overlap, _, name in did if overlap > 0]))
+    return dict(profiled_ms=span / 1e3, idle=1 - busy / span, idle_without_profiler=1 - busy / 1e3 / wall_ms, gaps=told)
 
 
 def main():
-    check(globals(), least=dict(micro_batch_size=1, batch=1, top=0), endings=dict(out=".json"))
-    dev, found = torch.device(pick_device("auto")), {}
+    check(globals(), least=dict(micro_batch_size=1))
+    dev = torch.device(pick_device("auto"))
     names = configs or ["mamba_h_350m" if dev.type == "cuda" else "laptop"]
     print(f"{', '.join(names)} on {dev} | {select_kernels('auto', dev)}", flush=True)
     for name in names:
@@ -109,17 +104,15 @@ def main():
         total = kinds.total()
         shares = ", ".join(f"{kind} {ms / total:.0%}" for kind, ms in kinds.most_common())
         print(f"{name}: {1000 * wall:.2f} ms, {total:.2f} of them in {sum(k[1] for k in kernels)} kernels; {shares}")
-        for key, calls, ms in kernels[:top]:
+        for key, calls, ms in kernels[:20]:
             print(f"  {ms:9.3f} ms {calls:6d}  {key}")
-        found[name] = dict(wall_ms=1000 * wall, ms=total, kinds=kinds, kernels=kernels)
         if dev.type == "cuda":
-            found[name] |= (idle := idle_times(*spans, 1000 * wall))
+            idle = idle_times(*spans, 1000 * wall)
             print(f"no kernel runs in {idle['idle']:.1%} of {idle['profiled_ms']:.2f} ms with the profiler, in about "
                   f"{idle['idle_without_profiler']:.1%} of the time without it; the longest gaps:")
             for gap in idle["gaps"]:
                 host = ", ".join(f"{event[:50]} {ms:.3f}" for event, ms in gap["host"])
                 print(f"  {gap['ms']:9.3f} ms after {gap['before'][:60]}, before {gap['after'][:60]}; host: {host}")
-        write_file(out, json.dumps(dict(sampling=sampling, hardware=hardware(dev), models=found), indent=1))
 
 
 if __name__ == "__main__":

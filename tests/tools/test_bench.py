@@ -85,12 +85,12 @@ def test_idle_times_are_the_gaps_of_all_streams_with_what_the_host_did_in_them()
     assert [(gap["before"], gap["after"], gap["ms"], gap["host"]) for gap in found.pop("gaps")] == [
         ("d", "the end", 0.03, [("step", 0.03)]), ("b", "d", 0.02, [("step", 0.02), ("sync", 0.018)]),
         ("the start", "a", 0.01, [("step", 0.01), ("zero", 0.005)])]
-    assert found == pytest.approx(dict(profiled_ms=0.1, busy_ms=0.04, idle=0.6, idle_without_profiler=0.2))
+    assert found == pytest.approx(dict(profiled_ms=0.1, idle=0.6, idle_without_profiler=0.2))
 
 
-def test_the_tools_profile_without_options_and_say_what_they_are(tmp_path):
-    status, printed, _ = script("tools/profile_step.py", "--micro_batch_size=1", f"--out={tmp_path / 'p.json'}")
-    assert status == 0 and printed.startswith("laptop on cpu | kernels: ")
-    assert json.loads((tmp_path / "p.json").read_text())["models"]["laptop"]["ms"] > 0
+def test_the_tools_profile_without_options_and_say_what_they_are():
+    status, printed, _ = script("tools/profile_step.py", "--micro_batch_size=1")
+    assert status == 0 and printed.startswith("laptop on cpu | kernels: plain\nlaptop: ")
+    assert "products " in printed and "aten::mm" in printed and len(printed.splitlines()) == 22
     status, printed, _ = script("bench.py")
     assert status == 0 and "python bench.py sample" in printed
