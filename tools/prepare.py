@@ -13,7 +13,6 @@ Prepares text for training and evaluation, as folders that data.py reads. docs/d
 """
 import argparse
 import contextlib
-import functools
 import gzip
 import hashlib
 import importlib
@@ -50,9 +49,9 @@ VAL_BYTES = 10 ** 6                 # of the files, kept for validation without 
 SYNC_SECONDS = 1                    # between two records of what is on the disk: syncing takes up to 10 ms
 AGAIN, ELSEWHERE = "run the same command again and it continues", "choose another --out"
 
-# One input file. name: its ending determines the format. fetch(): returns the path, after a download if necessary.
-# size, changed: bytes, and time of the last change in ns; 0 for a data set of the hub.
-Source = namedtuple("Source", "split name fetch size changed", defaults=(0, 0))
+# One input file. name: its path, or that in a data set of the hub; the ending determines the format. size, changed:
+# bytes, and time of the last change in ns; 0 for a data set of the hub.
+Source = namedtuple("Source", "split name size changed", defaults=(0, 0))
 
 
 # ----------------------------------------------------------------------------------------------
@@ -146,7 +145,8 @@ class Preparation:
     OUT/parts/progress.json gets the counts so far. A later run cuts off what comes after them, and goes on with the
     next file. meta.json comes last.
 
-    origin, revision: texts for meta.json, where the sources come from. settings: the arguments of `parse_arguments`.
+    origin, revision: texts for meta.json, where the sources come from. fetch(name): the path of a source, after a
+    download to OUT/parts/download if necessary. settings: the arguments of `parse_arguments`.
     tokens: stop when the split of the first source has this many, with the last document whole; 0: no limit.
     val_fraction: the share of the text that is kept for validation: random documents or, if it is less than one whole
     .txt file, the end of each. None: a tenth, but at most VAL_BYTES.
@@ -154,19 +154,18 @@ class Preparation:
     counts: files, documents, train_tokens, train_documents, ..., skipped, separators; so far.
     """
 
-    def __init__(self, out, sources, settings, origin, revision=""):
-        self.out, self.parts, self.sources, self.settings = Path(out), Path(out, "parts"), sources, settings
-        self.origin, self.revision, self.tokenizer = origin, revision, get_tokenizer(settings.tokenizer)
-        self.progress, self.share = self.parts / "progress.json", settings.val_fraction
+    def __init__(self, out, sources, settings, origin, revision="", fetch=Path):
+        self.out, self.parts, self.progress = Path(out), Path(out, "parts"), Path(out, "parts", "progress.json")
+        self.sources, self.origin, self.revision, self.fetch = sources, origin, revision, fetch
+        self.settings, self.tokenizer, self.share = settings, get_tokenizer(settings.tokenizer), settings.val_fraction
         if self.share is None:                              # no --val and no --val_fraction
             self.share = min(0.1, VAL_BYTES / max(1, sum(source.size for source in sources)))
         n_texts = sum(source.split == "train" and is_text(source.name) for source in sources)
         # A share of less than one whole .txt file, such as a tenth of three: then the end of each of them is kept.
         self.keeps_ends = not settings.split_on and 0 < self.share * n_texts < 1
         self.splits = {source.split for source in sources} | ({"val"} if self.share else set())
-        inputs = [(s.split, s.name, s.size, s.changed) for s in sources], revision, settings.tokenizer, settings.tokens
-        inputs += settings.val_fraction, settings.split_on, settings.text_key
-        self.made_from = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
+        chosen = [getattr(settings, name) for name in ("tokenizer", "tokens", "val_fraction", "split_on", "text_key")]
+        self.made_from = hashlib.sha256(json.dumps([sources, revision, *chosen]).encode()).hexdigest()
 
     def run(self):
         """Prepares what is missing and returns the content of meta.json. Raises UserError."""
@@ -219,22 +218,19 @@ class Preparation:
             for source in self.sources[self.counts["files"]:]:
                 if not self.is_full():
                     self.write_source(source, files, pool)
+            self.sync(files.values())
 
     def write_source(self, source, files, pool):
-        """Writes the tokens of an input file, and counts it. Removes the file if it was downloaded."""
-        path = source.fetch()
-        documents = self.read(source, path)
+        """Writes the tokens of an input file, and counts it. Removes what was downloaded."""
+        documents = self.read(source, self.fetch(source.name))
         while not self.is_full() and (batch := list(islice(documents, BATCH))):
             for document in pool.map(self.tokenise, batch):
                 if not self.is_full():
                     self.write(files, *document)
         self.counts["files"] += 1
-        downloaded = (self.parts / "download").resolve() in path.resolve().parents
-        is_last = self.is_full() or source is self.sources[-1]
-        if downloaded or is_last or time.monotonic() - self.synced >= SYNC_SECONDS:
+        if time.monotonic() - self.synced >= SYNC_SECONDS:
             self.sync(files.values())
-        if downloaded:
-            path.unlink()
+        shutil.rmtree(self.parts / "download", ignore_errors=True)
 
     def read(self, source, path):
         """Yields (split, text) of every document of a file; split None: that which `write` chooses. Blank lines and
@@ -336,8 +332,7 @@ def local_sources(paths, split):
         if not path.is_file() or not re.search(r"\.(jsonl|json|txt)(\.zst|\.gz)?$", path.name, re.IGNORECASE):
             raise UserError(f"{path} is not a file with one of the endings .jsonl, .json and .txt, perhaps before "
                             ".zst or .gz: name such files")
-    return [Source(split, str(path), functools.partial(Path, path), (stat := os.stat(path)).st_size, stat.st_mtime_ns)
-            for path in paths]
+    return [Source(split, str(path), (stat := os.stat(path)).st_size, stat.st_mtime_ns) for path in paths]
 
 
 def from_hub(repo, call, *args, **kwargs):
@@ -351,12 +346,12 @@ def from_hub(repo, call, *args, **kwargs):
 
 
 def hub_sources(name, out, local):
-    """(sources, repository, revision) of one of the data sets in HUB. local: a folder with the repository's layout,
-    read instead of the hub."""
+    """(sources, repository, revision, fetch) of a data set in HUB, see `Preparation`. local: a folder with the
+    repository's layout, read instead of the hub."""
     repo, revision, wanted, split = HUB[name]
     if local:
         held = [path.relative_to(local).as_posix() for path in Path(local).rglob("*") if path.is_file()]
-        fetch, revision = functools.partial(Path, local), "a local copy"
+        fetch, revision = (lambda file: Path(local, file)), "a local copy"
     else:
         from huggingface_hub import HfApi, hf_hub_download
         revision = from_hub(repo, HfApi().dataset_info, revision=revision).sha
@@ -367,7 +362,7 @@ def hub_sources(name, out, local):
     names = sorted(file for file in held if re.fullmatch(wanted, file))
     if not names:
         raise UserError(f"{local or repo} holds no file that matches {wanted}; it holds {sorted(held)[:5]}")
-    return [Source(split, file, functools.partial(fetch, file)) for file in names], repo, revision
+    return [Source(split, file) for file in names], repo, revision, fetch
 
 
 # ----------------------------------------------------------------------------------------------
@@ -427,7 +422,7 @@ def parse_arguments(argv):
 
 def prepare_text(args):
     """Runs the commands text, dclm, c4 and paloma."""
-    args.tokens, origin, revision = int(args.tokens or 0), "local files", ""
+    args.tokens, about = int(args.tokens or 0), ["local files"]
     if args.command == "text":
         sources = local_sources(args.paths, "train") + local_sources(args.val, "val")
         if not sources:
@@ -435,11 +430,11 @@ def prepare_text(args):
     else:
         if args.command == "dclm" and not args.tokens:
             raise UserError("how many tokens? for example python data.py dclm --tokens 5e9")
-        sources, origin, revision = hub_sources(args.command, args.out, args.local)
+        sources, *about = hub_sources(args.command, args.out, args.local)
         args.tokens = args.tokens or 256 * 8192
     if args.val_fraction is None:
         args.val_fraction = dict(dclm=5e-4, c4=0.0, paloma=0.0, text=0.0 if args.val else None)[args.command]
-    Preparation(args.out, sources, args, origin, revision).run()
+    Preparation(args.out, sources, args, *about).run()
 
 
 def main(argv):
