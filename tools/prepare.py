@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from configurator import UserError, script, write_file
+from configurator import UserError, check, script, write_file
 from data import VOCABULARY, TokenData, encode, get_tokenizer, prepare_stdlib, read_meta, write_meta
 from tools import lock
 
@@ -403,20 +403,15 @@ def parse_arguments(argv):
     parser.add_argument("--tokens", type=float, help="stop here; c4 and paloma: by default 256 x 8192")
     parser.add_argument("--val_fraction", type=float, help="share of the text for validation")
     parser.add_argument("--split_on", type=unescaped, default="", metavar="TEXT",
-                        help="ends a document, for example <|endoftext|>, or \\n\\n for an empty line")
+                        help="ends a document, for example <|endoftext|>, or \\n\\n for an empty line; --split_on=---")
     parser.add_argument("--text_key", default="text", metavar="NAME", help="the field of the text (default: text)")
     parser.add_argument("--skip_bad", action="store_true", help="report bad documents and go on")
-    if "--split_on" in argv[:-1]:                       # argparse would take a value such as --- for another option
-        at = argv.index("--split_on")
-        argv = [*argv[:at], f"--split_on={argv[at + 1]}", *argv[at + 2:]]
     args = parser.parse_intermixed_args(argv)
     for name, value in vars(args).items():
         if value != parser.get_default(name) and name not in ("command", *TAKES[args.command].split()):
             parser.error(f"{args.command} takes no {name}; it takes {TAKES[args.command]}")
-    for name, least, below in (("tokens", 1, 1e15), ("val_fraction", 0, 1)):
-        value = getattr(args, name)
-        if value is not None and not least <= value < below:
-            parser.error(f"{name} must be at least {least} and below {below:g}, but is {value}")
+    given = dict(tokens=args.tokens or 1, val_fraction=args.val_fraction or 0)         # None: not given
+    check(given, least=dict(tokens=1, val_fraction=0), most=dict(tokens=10 ** 15, val_fraction=0.99))
     return args
 
 

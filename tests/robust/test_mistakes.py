@@ -59,7 +59,7 @@ COMMANDS = [
     ("checkpoint.py export out --to=.", "holds README.md already, which would be lost"),
     ("checkpoint.py export out --to=out/ckpt.pt", "ckpt.pt"),
     ("data.py jsonl missing.jsonl --out new", "missing.jsonl is not a file"),
-    ("data.py text a.txt --tokenizer bytes --split_on --- --out new", "--split_on '---' occurs nowhere"),
+    ("data.py text a.txt --tokenizer bytes --split_on=--- --out new", "--split_on '---' occurs nowhere"),
     ("data.py jsonl a.csv --out new", "endings"),
     ("data.py jsonl --out new", "name some"),
     ("data.py jsonl empty.jsonl --tokenizer bytes --out new", "0 documents were found, none for the"),

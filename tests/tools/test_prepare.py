@@ -97,7 +97,7 @@ def test_one_document_that_cannot_be_divided_is_told_and_leaves_the_folder_free(
 @pytest.mark.parametrize("mark, given", [("\r\n\r\n", r"\n\n"), ("\r\n\t", r"\r\n\t"), ("---", "---"), ("\\n", r"\\n")])
 def test_a_separator_may_be_line_breaks_or_look_like_an_option(tmp_path, mark, given):
     texts = [f"poem {i}\nof two lines" for i in range(40)]
-    train, val, printed = text_command(tmp_path, {"a.txt": mark.join(texts)}, "--split_on", given)
+    train, val, printed = text_command(tmp_path, {"a.txt": mark.join(texts)}, f"--split_on={given}")
     assert sorted(train + val) == sorted(texts) and len(val) == 4 and "4 of 40 documents" in printed
 
 
