@@ -9,10 +9,8 @@ or of its bytes at that of a copy, whichever is longer. The settings are those o
 Each generator below makes the tensors of one operation and yields its comparisons, the last arguments of `op_row`. On a
 CPU the tensors are small.
 """
-import copy
 import dataclasses
 import functools
-import math
 
 import torch
 import torch.nn.functional as F
@@ -104,16 +102,15 @@ def sdpa(big, **options):
     return {name: functools.partial(attend, backend) for name, backend in kinds.items()}
 
 
-def flash_attention_4(*qkv, block_mask=None, **options):
+def flash_attention_4(*qkv, mask=None, **options):
     """flash-attn-4 called directly, with a BlockMask or without one."""
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch as Blocks
-    if block_mask is not None:
-        m, size = block_mask, block_mask.BLOCK_SIZE
-        options["block_sparse_tensors"] = Blocks(
-            m.kv_num_blocks, m.kv_indices, m.full_kv_num_blocks, m.full_kv_indices, block_size=size)
-        options["block_sparse_tensors_bwd"] = Blocks(
-            m.q_num_blocks, m.q_indices, m.full_q_num_blocks, m.full_q_indices, block_size=size)
+    if mask is not None:
+        options["block_sparse_tensors"] = Blocks(mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks,
+                                                 mask.full_kv_indices, block_size=mask.BLOCK_SIZE)
+        options["block_sparse_tensors_bwd"] = Blocks(mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks,
+                                                     mask.full_q_indices, block_size=mask.BLOCK_SIZE)
     return flash_attn_func(*(x.transpose(1, 2) for x in qkv), **options)[0].transpose(1, 2)
 
 
@@ -135,7 +132,7 @@ def attention_rows(factory, big, compiled):
             others = {f"{k}, causal": (f, causal) for k, f in sdpa(big, is_causal=True).items()}
             others["FA4, causal"] = functools.partial(flash_attention_4, causal=True), causal
             if big:
-                others["FA4, sparse"] = functools.partial(flash_attention_4, block_mask=masks[0]), joined
+                others["FA4, sparse"] = functools.partial(flash_attention_4, mask=masks[0]), joined
                 others["FlexAttention, Triton"] = (
                     functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=masks[0]), joined)
         yield from both_passes(name, (ours, inputs), others, work)
@@ -179,8 +176,8 @@ def cross_entropy_rows(factory, big, compiled):
 def adamw_rows(factory, big, compiled):
     """One AdamW step in fp32, with the gradient norm and clipping. Bytes counted: gradients are read twice; parameters
     and both moments are read and written."""
-    model = BlockDiffusionLM(config_from_file("mamba_h_350m" if big else "laptop")).to(factory["device"])
-    other = copy.deepcopy(model)
+    config = config_from_file("mamba_h_350m" if big else "laptop")
+    model, other = (BlockDiffusionLM(config).to(factory["device"]) for _ in range(2))
     ours = ShardedAdamW(model, (0.9, 0.95), 0.1)
     theirs = torch.optim.AdamW(other.param_groups(0.1), lr=1e-4, betas=(0.9, 0.95), fused=True)
     for p, q in zip(model.parameters(), other.parameters()):
@@ -215,7 +212,7 @@ def op_row(dev, ceilings, op, ours, others, flops, nbytes, count=1, graph=True):
     time. of_limit: the share of the hardware's limit that we reach."""
     row = dict(op=op, flops=flops, bytes=nbytes, **timed(ours, dev, count, graph))
     row["limit_ms"] = 1000 * max(flops / ceilings[0], nbytes / ceilings[1])
-    row["of_limit"] = row["limit_ms"] / row.get("ms", math.inf)
+    row["of_limit"] = row["limit_ms"] / row.get("ms", torch.inf)
     return row | dict(others={name: timed(f, dev, count, graph) for name, f in others.items()})
 
 
@@ -252,7 +249,7 @@ def show(row):
     ours = row.get("error") or f"{row['ms']:.3f} ms +-{50 * row['spread']:.1f} %, {row['of_limit']:.0%} of its limit"
     print(f"{row['op']:<41} {ours}", flush=True)
     for name, other in row["others"].items():
-        theirs = other.get("error") or f"{other['ms']:.3f} ms, {other['ms'] / row.get('ms', math.inf):.2f}x ours"
+        theirs = other.get("error") or f"{other['ms']:.3f} ms, {other['ms'] / row.get('ms', torch.inf):.2f}x ours"
         print(f"{'':<15}{name:<26} {theirs}", flush=True)
 
 

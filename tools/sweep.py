@@ -13,7 +13,6 @@ folder is named by its settings, so a run with other settings is another run.
 
 out_dir/sweep.json holds the NELBO of every window of every text: from it any difference can be paired again.
 """
-import contextlib
 import hashlib
 import itertools
 import json
@@ -98,9 +97,9 @@ class Run:
 
     def report(self):
         """eval.py's result, if it was made with the present eval_settings; else None."""
-        with contextlib.suppress(FileNotFoundError):
-            record = json.loads((self.folder / "eval.json").read_text())
-            return record["results"][0] if record["settings"] == self.eval_settings else None
+        path = self.folder / "eval.json"
+        record = json.loads(path.read_text()) if path.exists() else dict(settings=None)
+        return record["results"][0] if record["settings"] == self.eval_settings else None
 
     def start(self, place, threads):
         """Starts the next process of this run, train.py or eval.py, on a place. train.py continues from a checkpoint if
