@@ -229,8 +229,8 @@ def describe(step, recent, lr, norm):
 
 
 def report(rank, line, row=None):
-    """Prints a line (on other ranks than 0 to nowhere, see Parallel) and, on rank 0, appends a row to the log if there is
-    one. Where the line goes may be gone, such as the terminal after SIGHUP: that ends no run."""
+    """Prints a line (on other ranks than 0 to nowhere, see Parallel) and, on rank 0, appends a row to the log if there
+    is one. Where the line goes may be gone, such as the terminal after SIGHUP: that ends no run."""
     if rank == 0 and row:
         with open(os.path.join(out_dir, "log.jsonl"), "a") as log:
             log.write(json.dumps(row) + "\n")

@@ -77,8 +77,8 @@ def record(model, tokenizer, decoder):
 def letters(data):
     """Yields (begin, end, letter) of the letters of UTF-8 bytes: a first byte and the one to three that continue it, or
     else one byte. What is no letter becomes \ufffd."""
-    for found in re.finditer(rb"(?s)[\xc0-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf7][\x80-\xbf]{3}|.", data):
-        yield *found.span(), found[0].decode(errors="replace")
+    for part in re.finditer(rb"(?s)[\xc0-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf7][\x80-\xbf]{3}|.", data):
+        yield *part.span(), part[0].decode(errors="replace")
 
 
 def height(found):
