@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT, TINY, script
 from model import BlockDiffusionLM
 from checkpoint import config_from_file
-from paper import MODELS, PARAMS, RESULTS, SAMPLE, TRAIN
+from paper import MODELS, PARAMS, SAMPLE, TRAIN
 from parallel import has_fast
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
@@ -71,7 +71,7 @@ def test_the_models_of_config_are_those_of_the_readme_and_have_the_papers_parame
 
 def test_the_results_are_those_of_the_json_files_and_of_the_paper():
     def rows(name):
-        return json.loads((ROOT / "assets" / f"{name}.json").read_text())["runs" if name == "bytes" else "rows"]
+        return json.loads((ROOT / "assets" / f"{name}.json").read_text())["runs" if name in ("bytes", "web_87m") else "rows"]
 
     def table(head):
         lines = README.partition(f"\n{head}")[2].partition("\n\n")[0].splitlines()[2:]
@@ -80,6 +80,8 @@ def test_the_results_are_those_of_the_json_files_and_of_the_paper():
     for (name, *cells), (*runs, (expected, _)) in zip(table("| | held out"), seeds, strict=True):
         figures = [[run["texts"][f"data/{text}_bytes"]["bpb"] for run in runs] for text in ("web", "novels")]
         assert [name, *cells] == [expected, *(f"{sum(pair) / 2:.3f}" for pair in figures)]
+    bdlm, *mamba = (f"{run['texts']['data/web']['ppl']:.0f}" for run in rows("web_87m")[2:])
+    assert f"BDLM attention has perplexity {bdlm}, BDLM Mamba-H {mamba[0]}, or {mamba[1]} with" in " ".join(README.split())
     for cells, (kind, (name, _)) in zip(table("| | training"), MODELS.items(), strict=True):
         speed, = (r["tok_per_s"] for r in rows("train") if r["config"] == f"{kind}_350m")
         assert cells[:2] == [name, f"{speed:,.0f} ({TRAIN[kind] / 8:,.0f})"]

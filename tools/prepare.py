@@ -230,7 +230,7 @@ class Preparation:
         self.counts["files"] += 1
         if time.monotonic() - self.synced >= SYNC_SECONDS:
             self.sync(files.values())
-        shutil.rmtree(self.parts / "download", ignore_errors=True)
+        shutil.rmtree((self.parts / "download").resolve(), ignore_errors=True)
 
     def read(self, source, path):
         """Yields (split, text) of every document of a file; split None: that which `write` chooses. Blank lines and
@@ -410,7 +410,7 @@ def parse_arguments(argv):
     for name, value in vars(args).items():
         if value != parser.get_default(name) and name not in ("command", *TAKES[args.command].split()):
             parser.error(f"{args.command} takes no {name}; it takes {TAKES[args.command]}")
-    given = dict(tokens=args.tokens or 1, val_fraction=args.val_fraction or 0)         # None: not given
+    given = dict(tokens=1 if args.tokens is None else args.tokens, val_fraction=args.val_fraction or 0)
     check(given, least=dict(tokens=1, val_fraction=0), most=dict(tokens=10 ** 15, val_fraction=0.99))
     return args
 

@@ -65,7 +65,7 @@ COMMANDS = [
     ("data.py jsonl empty.jsonl --tokenizer bytes --out new", "0 documents were found, none for the"),
     ("data.py dclm --local .", "python data.py dclm --tokens 5e9"),
     ("data.py c4 --local . --out new", "no file that matches"),
-    *((f"data.py dclm --tokens={value}", "must be ") for value in ("0.5", "nan", "inf")),
+    *((f"data.py dclm --tokens={value}", "must be ") for value in ("0", "0.5", "nan", "inf")),
     ("data.py jsonl a.jsonl --tokens=9", "takes no"),
     *((f"data.py jsonl a.jsonl --out=new --val_fraction={value}", "must be ") for value in ("-1", "nan", "1")),
     ("bench.py trian", "subcommand must be one of train, sample, but is 'trian'"),
