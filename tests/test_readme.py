@@ -71,7 +71,7 @@ def test_the_models_of_config_are_those_of_the_readme_and_have_the_papers_parame
 
 def test_the_results_are_those_of_the_json_files_and_of_the_paper():
     def rows(name):
-        return json.loads((ROOT / "assets" / f"{name}.json").read_text())["runs" if name in ("bytes", "web_87m") else "rows"]
+        return json.loads((ROOT / f"assets/{name}.json").read_text())["runs" if name in ("bytes", "web_87m") else "rows"]
 
     def table(head):
         lines = README.partition(f"\n{head}")[2].partition("\n\n")[0].splitlines()[2:]
