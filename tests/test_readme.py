@@ -25,7 +25,7 @@ EVERYTHING = "\n".join(path.read_text(encoding="utf-8")
 
 def commands(text):
     """The commands in the shell blocks of a text, one by one and without comments."""
-    lines = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.S)).splitlines()
+    lines = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.S)).replace("\\\n", "").splitlines()
     return [part.strip() for line in lines for part in line.split("#")[0].split("&&") if part.strip()]
 
 
@@ -77,7 +77,7 @@ def test_the_results_are_those_of_the_json_files_and_of_the_paper():
         lines = README.partition(f"\n{head}")[2].partition("\n\n")[0].splitlines()[2:]
         return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     seeds = zip(rows("bytes")[:4], rows("bytes")[5:9], MODELS.values(), strict=True)           # the fifth: blocks of 1
-    for (name, *cells), (*runs, (expected, _)) in zip(table("| | held out"), seeds, strict=True):
+    for (name, *cells), (*runs, (expected, _)) in zip(table("| | web"), seeds, strict=True):
         figures = [[run["texts"][f"data/{text}_bytes"]["bpb"] for run in runs] for text in ("web", "novels")]
         assert [name, *cells] == [expected, *(f"{sum(pair) / 2:.3f}" for pair in figures)]
     bdlm, *mamba = (f"{run['texts']['data/web']['ppl']:.0f}" for run in rows("web_87m")[2:])

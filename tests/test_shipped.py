@@ -18,8 +18,8 @@ lake!" said Rex. They were very happy."""
 PROMPT = "The old house was silent, and "
 SHIPPED = {
     "novelist": (2.01729, "Cdentndon Creedhlye handed, in tetches m", license_text(), [2.6909, 3.0356, 3.2161]),
-    "storyteller": (3.20137, "to Jenry. Mia hed his mind and would nev", torch.tensor([list(STORY.encode())]),
-                    [1.3428, 1.3763, 1.8883])}
+    "storyteller": (3.12688, "to Jenry. Mia hed his mind and would nev", torch.tensor([list(STORY.encode())]),
+                    [1.3393, 1.3789, 2.2284])}
 
 
 @pytest.fixture(scope="module", params=SHIPPED)
