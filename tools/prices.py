@@ -42,7 +42,7 @@ def main():
         parts = [row["text"]] * (len(texts) > 1) + [row["model"]] + [rule] * ([rule] != rules)
         if not rules or rule in rules:
             lines.setdefault(", ".join(parts), []).append(row)
-    title = ", ".join([*sorted(texts), *rules, "bars: standard error over the text"])
+    title = ", ".join([*sorted(t.removeprefix("data/") for t in texts), *rules, "bars: standard error over the text"])
     with picture(out, title=title, ylabel="bits per byte", xlabel="tokens a step") as ax:
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter("{x:g}")
