@@ -12,13 +12,16 @@ batch (one row for each sample), l the tokens of a block, m any number of tokens
 """
 import codecs
 import collections
-import functools
+import gc
 import math
 import signal
 import sys
 import time
 from pathlib import Path
 
+# Python would search the many objects of torch for garbage, several times during the import and again at the exit, and
+# find none. So the search waits until all modules are imported, and `freeze` then leaves them out of it.
+gc.disable()
 import torch
 from tqdm import tqdm
 
@@ -28,6 +31,9 @@ from configurator import UserError, check, script
 from decoders import VARIABLE_COUNT, ActiveBlock, Sampler, select
 from model import Attention, BiMamba, cast_for_inference
 from parallel import has_fast, one_thread_if_small, pick_device, pick_dtype, select_kernels
+
+gc.freeze()
+gc.enable()
 
 # ----------------------------------------------------------------------------------------------
 # Settings. In brackets: the setting of nanoGPT with this job.
@@ -240,7 +246,6 @@ def read(model, prefixes, cache, prompt_cache=None):
     """Fills row i of an empty cache with prefixes[i] (m,), which are whole blocks, and returns the cache. Rows with the
     same prefix are read once. prompt_cache: None, or a cache of one row with the first tokens of every prefix, which is
     copied. On a terminal, a bar appears after two seconds."""
-    bar = functools.partial(tqdm, desc="reading the prompt", unit=" chunks", disable=None, delay=2, leave=False)
     first = {}                                          # prefix -> a row that has read it
     for i, prefix in enumerate(prefixes):
         # row is a view: prefill writes into `cache`, lengths too.
@@ -248,7 +253,8 @@ def read(model, prefixes, cache, prompt_cache=None):
         if (source := first.get(text, prompt_cache)) is not None:
             copy_row(source, row)
         rest = prefix[None, int(row.lengths):].to(row.lengths.device)          # (1, those that the row lacks)
-        model.prefill(rest, row, progress=bar)
+        model.prefill(rest, row, progress=lambda chunks: tqdm(
+            chunks, desc="reading the prompt", unit=" chunks", disable=None, delay=2, leave=False))
         first[text] = row
     return cache
 
