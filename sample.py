@@ -94,7 +94,6 @@ class SimpleEngine:
                 on_step(self.block.xt)
         return self.block.xt
 
-    @torch.inference_mode()                             # as no_grad, with less work in each operation
     def step(self):
         """One denoising step. It reads the cache and does not write to it: the block's tokens are not final yet."""
         model, block = self.model, self.block

@@ -3,8 +3,8 @@
 #     python data.py text train.jsonl.zst --val validation.jsonl.zst --tokenizer bytes --out data/stories
 #     torchrun --nproc_per_node=2 train.py config/storyteller.py --init_from=assets/novelist   # of 0ba3aa2
 # The model that ships went on from this on one GPU:
-#     python train.py config/storyteller.py --init_from=out/storyteller --out_dir=out/storyteller2 --max_iters=6200
-#         --warmup_iters=200 --learning_rate=3e-3 --eval_interval=775 --micro_batch_size=128
+#     python train.py config/storyteller.py --init_from=assets/storyteller --out_dir=out/storyteller2 --max_iters=6200 \
+#         --warmup_iters=200 --learning_rate=3e-3 --eval_interval=775 --micro_batch_size=128    # of 9db064d
 
 out_dir = "out/storyteller"
 data = "data/stories"
