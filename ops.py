@@ -71,7 +71,8 @@ def ssd_scan_ref(x, dt, A, B, C, D, initial_state=None, states_every=None):
     all s).
     """
     s, dtype = x.size(1), at_least_fp32(x.dtype)
-    xs, dt, A, Bs, Cs, D = (u.to(dtype) for u in (x, dt, A, B, C, D))
+    xs, dt, Bs, Cs = (u.to(dtype) for u in (x, dt, B, C))
+    A, D = A.to(dtype), D.to(dtype)
     state = _initial(initial_state, x, B, dtype)
     states, ys = [state], []
     for i in range(s):
@@ -108,7 +109,8 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, states_every=None, chunk_len
         return F.pad(u, (0, 0, 0, fill)).flatten(1, 2).unflatten(1, (-1, chunk))       # (b, n_chunks, chunk, features)
 
     with torch.autocast(x.device.type, enabled=False):
-        xs, dt, A, B, C, D = (u.to(dtype) for u in (x, dt, A, B, C, D))
+        xs, dt, B, C = (u.to(dtype) for u in (x, dt, B, C))
+        A, D = A.to(dtype), D.to(dtype)
         B, C = in_chunks(B), in_chunks(C)                                      # (b, n_chunks, chunk, n) each
         xd = in_chunks(xs * dt[..., None]).unflatten(-1, (h, p)).transpose(2, 3)       # dt_i x_i
         a = in_chunks(dt * A).transpose(2, 3)           # log of the decay at i
@@ -182,10 +184,11 @@ def causal_conv(u, weight, bias, initial):
     u (b, s, c); weight (c, w); bias (c,); initial (b, w-1, c): the columns before the first one of u. Returns
     (b, s, c). The state to carry on, which is not returned, is the last w-1 columns of [initial; u].
     """
+    s = u.size(1)
     columns = torch.cat([initial.to(u.dtype), u], 1)                           # (b, w - 1 + s, c)
     out = bias
     for i in range(weight.size(1)):
-        out = out + columns[:, i:i + u.size(1)] * weight[:, i]
+        out = out + columns[:, i:i + s] * weight[:, i]
     return F.silu(out).to(u.dtype)
 
 
@@ -195,9 +198,10 @@ def conv_boundaries(u, initial, states_every):
     before a boundary; boundaries are states_every columns apart (None: s). Returns (b, n_states, w-1, c), as
     `ssd_scan` counts them.
     """
+    w1 = initial.size(1)                                                       # w - 1
     # With `initial` in front, the w - 1 columns before boundary i begin at column i * states_every.
     columns = torch.cat([initial.to(u.dtype), u], 1)                           # (b, w - 1 + s, c)
-    return columns.unfold(1, initial.size(1), states_every or u.size(1)).transpose(2, 3)   # (b, n_states, w - 1, c)
+    return columns.unfold(1, w1, states_every or u.size(1)).transpose(2, 3)    # unfold: (b, n_states, c, w - 1)
 
 
 @replaceable

@@ -12,6 +12,7 @@ batch (one row for each sample), l the tokens of a block, m any number of tokens
 """
 import codecs
 import collections
+import functools
 import gc
 import math
 import signal
@@ -248,6 +249,7 @@ def read(model, prefixes, cache, prompt_cache=None):
     """Fills row i of an empty cache with prefixes[i] (m,), which are whole blocks, and returns the cache. Rows with the
     same prefix are read once. prompt_cache: None, or a cache of one row with the first tokens of every prefix, which is
     copied. On a terminal, a bar appears after two seconds."""
+    bar = functools.partial(tqdm, desc="reading the prompt", unit=" chunks", disable=None, delay=2, leave=False)
     first = {}                                          # prefix -> a row that has read it
     for i, prefix in enumerate(prefixes):
         # row is a view: prefill writes into `cache`, lengths too.
@@ -255,8 +257,7 @@ def read(model, prefixes, cache, prompt_cache=None):
         if (source := first.get(text, prompt_cache)) is not None:
             copy_row(source, row)
         rest = prefix[None, int(row.lengths):].to(row.lengths.device)          # (1, those that the row lacks)
-        model.prefill(rest, row, progress=lambda chunks: tqdm(
-            chunks, desc="reading the prompt", unit=" chunks", disable=None, delay=2, leave=False))
+        model.prefill(rest, row, progress=bar)
         first[text] = row
     return cache
 
