@@ -2,7 +2,7 @@
 Trains and evaluates several runs on the GPUs of one machine and compares them in tables and a picture. For example: the
 paper's four models on the same text, or its grid of four models and five learning rates (tab:validation-87m-full).
 
-    python -m tools.sweep config/sweep/web_87m.py       # four models, 328M tokens each
+    python -m tools.sweep config/sweep/web_87m.py       # four models, two seeds, 262M tokens
     python -m tools.sweep config/sweep/laptop.py        # 50 minutes on two cores
     python -m tools.sweep --draw=out/sweep/sweep.json   # only tables and picture, from what a sweep wrote
 

@@ -2,7 +2,7 @@
 # one with the lowest NELBO of data/web's own validation text after 131M tokens. One recipe for all (plateau_87m.py).
 #     python -m tools.sweep config/sweep/select_87m.py
 # A step has 16 x 8192 tokens. The rate rises by 8e-6 a step (to 8e-3 in 600 steps) and falls by a cosine. Each run takes
-# five to seven minutes on one H100.
+# five to eight minutes on one H200.
 out_dir = "out/sweep_select"
 _embed = dict(attention="", bdlm_attention="", diffumamba_h="embed_std=1.0", mamba_h="embed_std=1.0")
 runs = [f"config/{model}_87m.py {_embed[model]} learning_rate={rate} warmup_iters={min(round(rate / 8e-6), 600)}"
