@@ -10,6 +10,6 @@ _embed = dict(attention="", bdlm_attention="", diffumamba_h="embed_std=1.0", mam
 runs = [f"config/{model}_87m.py {_embed[model]} seed={seed}" for seed in (1337, 2)
         for model in ("bdlm_attention", "mamba_h", "attention", "diffumamba_h")]        # the slowest first
 train_settings = ("data=data/web batch_size=16 micro_batch_size=16 max_iters=2000 learning_rate=4e-3 warmup_iters=500 "
-                  "eval_interval=500 eval_sequences=0 t_min=0.3 t_max=0.7 stratified=true short_len=512 short_iters=250")
+                  "eval_interval=1000 eval_sequences=0 t_min=0.3 t_max=0.7 stratified=true short_len=512 short_iters=250")
 eval_settings = "data=data/web_held,data/novels sequences=0 mc=8 stratified=true"
 plateau = 7.0                           # nats per token: little more than the frequencies of tokens is known there
