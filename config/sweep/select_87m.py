@@ -1,8 +1,10 @@
 # The learning rate of each of the four 87M models for a short run, by a rule fixed beforehand: of 2e-3, 4e-3 and 8e-3 the
-# one with the lowest NELBO of data/web's own validation text after 131M tokens. One recipe for all (plateau_87m.py).
+# one with the lowest NELBO of data/web's own validation text after 131M tokens. One recipe for all but the
+# initial embedding (plateau_87m.py).
+#     python data.py text web/*.jsonl.zst --out data/web
 #     python -m tools.sweep config/sweep/select_87m.py
 # A step has 16 x 8192 tokens. The rate rises by 8e-6 a step (to 8e-3 in 600 steps) and falls by a cosine. Each run takes
-# five to eight minutes on one H200.
+# four to eight minutes on one H200.
 out_dir = "out/sweep_select"
 _embed = dict(attention="", bdlm_attention="", diffumamba_h="embed_std=1.0", mamba_h="embed_std=1.0")
 runs = [f"config/{model}_87m.py {_embed[model]} learning_rate={rate} warmup_iters={min(round(rate / 8e-6), 600)}"

@@ -1,10 +1,11 @@
 # The comparison of the paper's four models at 87M: each at the learning rate that select_87m.py chose, 0.004 for all
-# four, two seeds, 262M tokens of web text each, evaluated on held-out web text and on novels. One recipe for all.
+# four, two seeds, 262M tokens of web text each, evaluated on held-out web text and on novels. One recipe for all but the
+# initial embedding.
 #     python data.py text web/*.jsonl.zst --out data/web
 #     python data.py text --val web_held_out.jsonl.zst --out data/web_held
 #     python data.py text --val novels_held_out.jsonl.zst --out data/novels
 #     python -m tools.sweep config/sweep/web_87m.py
-# A step has 16 x 8192 tokens. Each run takes eight to fourteen minutes on one H200.
+# A step has 16 x 8192 tokens. A run should take eight to fourteen minutes on one H200.
 out_dir = "out/sweep_web"
 _embed = dict(attention="", bdlm_attention="", diffumamba_h="embed_std=1.0", mamba_h="embed_std=1.0")
 runs = [f"config/{model}_87m.py {_embed[model]} seed={seed}" for seed in (1337, 2)
