@@ -87,7 +87,7 @@ def load_model(path, device="cpu", needed=()):
         expected = BlockDiffusionLM(dataclasses.replace(config, n_layer=min(config.n_layer, len(shapes))))
     if {k: x.shape for k, x in expected.state_dict().items()} != shapes:
         raise UserError(f"{path} is damaged, or of a fork: its weights are not those of a model of its configuration")
-    model = BlockDiffusionLM(config).to(device)
+    model = expected.to_empty(device=device)            # not random weights first: a 700M model takes seconds for these
     model.load_state_dict(record["model"])
     return model.eval(), record
 
