@@ -87,9 +87,10 @@ def load_model(path, device="cpu", needed=()):
         expected = BlockDiffusionLM(dataclasses.replace(config, n_layer=min(config.n_layer, len(shapes))))
     if {k: x.shape for k, x in expected.state_dict().items()} != shapes:
         raise UserError(f"{path} is damaged, or of a fork: its weights are not those of a model of its configuration")
-    model = expected.to_empty(device=device)            # not random weights first: a 700M model takes seconds for these
-    model.load_state_dict(record["model"])
-    return model.eval(), record
+    # `assign`: a model of random weights first would take as long as reading the file.
+    weights = {k: x.to(device, torch.float32) for k, x in record["model"].items()}
+    expected.load_state_dict(weights, assign=True)
+    return expected.eval(), record
 
 
 def find_checkpoint(path):
