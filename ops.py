@@ -125,11 +125,14 @@ def ssd_scan(x, dt, A, B, C, D, initial_state=None, states_every=None, chunk_len
         # 2. The state at the end of each chunk, as if the chunk started from zeros. The last chunk's is not needed if
         # no states are wanted: then there are m = n_chunks - 1 of them.
         m = n_chunks if want_states else n_chunks - 1
-        to_end = decay[:, :m, :, -1, :, None]           # (b, m, h, chunk, 1), the last row: from j to the chunk's end
-        local = (xd[:, :m] * to_end).transpose(3, 4) @ B[:, :m, None]          # (b, m, h, p, n)
+        initial = _initial(initial_state, x, B, dtype)                         # (b, h, p, n)
+        states = initial[:, None]                       # all that a single chunk needs
+        if m:
+            to_end = decay[:, :m, :, -1, :, None]       # (b, m, h, chunk, 1), the last row: from j to the chunk's end
+            local = (xd[:, :m] * to_end).transpose(3, 4) @ B[:, :m, None]      # (b, m, h, p, n)
 
-        # 3. The true state before every chunk, and after the last one if it is wanted.
-        states = pass_states(local, a[:, :m].sum(-1), _initial(initial_state, x, B, dtype))    # (b, m + 1, h, p, n)
+            # 3. The true state before every chunk, and after the last one if it is wanted.
+            states = pass_states(local, a[:, :m].sum(-1), initial)             # (b, m + 1, h, p, n)
 
         # 4. The part of y that comes from the state s_0 before the chunk: exp(a_1 + .. + a_i) s_0 C_i.
         from_start = torch.exp(a.cumsum(-1))[..., None]                        # (b, n_chunks, h, chunk, 1)
