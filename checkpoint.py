@@ -84,13 +84,13 @@ def load_model(path, device="cpu", needed=()):
     shapes, config = {k: x.shape for k, x in record["model"].items()}, ModelConfig(**record["config"])
     # A foreign file may ask for a billion layers, or for very wide ones. So shapes are compared without memory first.
     with torch.device("meta"):
-        expected = BlockDiffusionLM(dataclasses.replace(config, n_layer=min(config.n_layer, len(shapes))))
-    if {k: x.shape for k, x in expected.state_dict().items()} != shapes:
+        model = BlockDiffusionLM(dataclasses.replace(config, n_layer=min(config.n_layer, len(shapes))))
+    if {k: x.shape for k, x in model.state_dict().items()} != shapes:
         raise UserError(f"{path} is damaged, or of a fork: its weights are not those of a model of its configuration")
-    # `assign`: a model of random weights first would take as long as reading the file.
+    # `assign`: to draw random weights first would take as long as to read the file.
     weights = {k: x.to(device, torch.float32) for k, x in record["model"].items()}
-    expected.load_state_dict(weights, assign=True)
-    return expected.eval(), record
+    model.load_state_dict(weights, assign=True)
+    return model.eval(), record
 
 
 def find_checkpoint(path):
