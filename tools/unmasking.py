@@ -1,5 +1,5 @@
 """
-Draws how decoders unmask a text as an animated SVG: side by side, with the same passes a second. A box is a masked
+Draws how decoders unmask a text as an animated SVG: side by side, with the same steps a second. A box is a masked
 byte, and a frame is around the active block. It repeats, and follows the viewer's light or dark mode.
 
     python -m tools.unmasking --checkpoint=assets/storyteller --temperature=0.7 --prompt="Once upon a time" \\
@@ -27,7 +27,7 @@ decoders = ["random:1", "strided:2"]    # a panel for each, named as for eval.py
 temperature = 1.0                       # 0: the most probable token
 seed = 1337                             # of all draws
 columns = 32                            # bytes per line
-seconds = 8.0                           # from the first pass to the last; the finished text then stays half as long
+seconds = 8.0                           # from the first step to the last; the finished text then stays half as long
 out = "out/unmasking.svg"               # the picture
 device = "auto"                         # auto, cpu or cuda
 
@@ -47,9 +47,9 @@ def record(model, tokenizer, decoder):
     Generates. Returns a dict:
       title    the decoder in words
       data     the text with its prompt, in bytes
-      shown    for each byte the pass that revealed it, from 1, or 0 for the prompt
-      blocks   for each block (begin, end, first, last): its bytes, and the passes before and after which it is active
-      passes   how many the text took: the steps, and one for each block but the last, to append it to the cache
+      shown    for each byte the step that revealed it, from 1, or 0 for the prompt
+      blocks   for each block (begin, end, first, last): its bytes, and the steps before and after which it is active
+      steps    how many the text took
     """
     c, ids = model.config, torch.tensor(tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token])
     count = length or (1 if c.full_sequence else 2) * c.block_len - len(ids) % c.block_len      # a whole block at least
@@ -63,14 +63,14 @@ def record(model, tokenizer, decoder):
         tokens[0] = b""                                 # the end-of-text before a new document
 
     at = [0, *itertools.accumulate(map(len, tokens))]   # where each token begins in the bytes
-    shown, spans, passes = [0] * len(ids), [], 0
+    shown, spans, last = [0] * len(ids), [], 0
     for begin, steps in zip(range(start, len(tokens), l), blocks):
-        shown += [passes + 1 + sum(step[i] for step in steps) for i in range(len(shown) - begin, l)]
-        first, passes = passes, min(passes + len(steps) + 1, done.forward_passes)
-        spans.append((at[begin], at[min(begin + l, len(tokens))], first, passes))
+        shown += [last + 1 + sum(step[i] for step in steps) for i in range(len(shown) - begin, l)]
+        first, last = last, last + len(steps)
+        spans.append((at[begin], at[min(begin + l, len(tokens))], first, last))
     name = sampler.decoder
     how = f" {vars(sampler)[name]}" if name in VARIABLE_COUNT else f", {sampler.tokens_per_step} a step"
-    return dict(title=name + how, data=b"".join(tokens), blocks=spans, passes=passes,
+    return dict(title=name + how, data=b"".join(tokens), blocks=spans, steps=last,
                 shown=[step for token, step in zip(tokens, shown) for _ in token])
 
 
@@ -87,22 +87,22 @@ def height(found):
 
 
 def panel(found, left):
-    """The elements of a panel at x = left. A class is named after a pass: after it, s is seen, h is hidden, and d is no
+    """The elements of a panel at x = left. A class is named after a step: after it, s is seen, h is hidden, and d is no
     longer faint."""
-    shown, passes, right = found["shown"], found["passes"], columns * WIDE + MARGIN
+    shown, steps, right = found["shown"], found["steps"], columns * WIDE + MARGIN
 
     def box(begin, end, kind, gap):
         x, y = MARGIN + begin % columns * WIDE + gap, TITLE + begin // columns * HIGH + 3 * gap
         return (f'<rect x="{x:.1f}" y="{y}" width="{(end - begin) * WIDE - 2 * gap:.1f}" height="{HIGH - 6 * gap}" '
                 f'rx="2" class="{kind}"/>')
 
-    # The count is a column of numbers behind a window of one line. Every pass moves it up by a line.
+    # The count is a column of numbers behind a window of one line. Every step moves it up by a line.
     rows = [f'<g transform="translate({left:.1f} 1)">'
             f'<rect width="{right + MARGIN:.1f}" height="{height(found)}" rx="6" class="card"/>'
             f'<text x="{MARGIN}" y="24" class="title">{found["title"]}</text>'
-            f'<svg width="{right:.1f}" height="{TITLE}"><g class="c{passes}">']
-    rows += [f'<text x="{right:.1f}" y="{24 + TITLE * i}" class="count{" end" * (i == passes)}">{i} passes</text>'
-             for i in range(passes + 1)] + ["</g></svg>"]
+            f'<svg width="{right:.1f}" height="{TITLE}"><g class="c{steps}">']
+    rows += [f'<text x="{right:.1f}" y="{24 + TITLE * i}" class="count{" end" * (i == steps)}">{i} steps</text>'
+             for i in range(steps + 1)] + ["</g></svg>"]
 
     for begin, end, first, last in found["blocks"]:
         breaks = [begin, *(i for i in range(begin + 1, end) if i % columns == 0), end]
@@ -120,18 +120,18 @@ def panel(found, left):
 
 def svg(panels):
     """The picture, a text. Without animation it is that of the finished texts."""
-    most, whole, step = max(found["passes"] for found in panels), 1.5 * seconds, columns * WIDE + 3 * MARGIN
-    at = {n: 4 + 200 / 3 * n / most for n in range(1, most + 1)}           # when pass n ends, in percent of the whole
+    most, whole, width = max(found["steps"] for found in panels), 1.5 * seconds, columns * WIDE + 3 * MARGIN
+    at = {n: 4 + 200 / 3 * n / most for n in range(1, most + 1)}           # when step n ends, in percent of the whole
     styles = [f".{kind}{n}{{opacity:{after};animation:{kind}{n} {whole:g}s infinite}}@keyframes {kind}{n}"
               f"{{0%,{at[n]:.2f}%{{opacity:{before}}}{at[n] + 0.5:.2f}%,100%{{opacity:{after}}}}}"
               for kind, before, after in (("s", 0, 1), ("h", 1, 0), ("d", 0.25, 1)) for n in at]
-    for n in {found["passes"] for found in panels}:
+    for n in {found["steps"] for found in panels}:
         end = f"transform:translateY(-{n * TITLE}px)"
         styles += [f".c{n}{{{end};animation:c{n} {whole:g}s steps({n}) infinite}}"
                    f"@keyframes c{n}{{0%,4%{{transform:none}}{at[n]:.2f}%,100%{{{end}}}}}"]
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 0 {len(panels) * step - MARGIN + 2:.0f} '
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 0 {len(panels) * width - MARGIN + 2:.0f} '
             f'{max(map(height, panels)) + 2}"><style>{STYLE}{"".join(styles)}</style>'
-            f'{"".join(panel(found, i * step) for i, found in enumerate(panels))}</svg>\n')
+            f'{"".join(panel(found, i * width) for i, found in enumerate(panels))}</svg>\n')
 
 
 def main():
@@ -143,7 +143,7 @@ def main():
     panels = [record(model, tokenizer, decoder) for decoder in decoders]
     write_file(out, svg(panels))
     for found in panels:
-        print(f"{found['title']}, {found['passes']} passes: {found['data'].decode(errors='replace')}")
+        print(f"{found['title']}, {found['steps']} steps: {found['data'].decode(errors='replace')}")
 
 
 if __name__ == "__main__":

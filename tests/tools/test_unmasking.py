@@ -10,7 +10,7 @@ from tools import unmasking
 
 
 @pytest.mark.parametrize("name", ["mamba_h", "attention"])
-def test_every_new_byte_is_a_box_of_one_size_until_the_pass_that_revealed_it(tmp_path, monkeypatch, name):
+def test_every_new_byte_is_a_box_of_one_size_until_the_step_that_revealed_it(tmp_path, monkeypatch, name):
     model = make_model(name, torch.float32, vocab_size=258)
     save_checkpoint(str(tmp_path / "ckpt.pt"), model, step=0, tokenizer="bytes", settings={})
     for key, value in dict(checkpoint=str(tmp_path), prompt="def f(x, y):\n", length=27, columns=20, device="cpu",
@@ -21,10 +21,10 @@ def test_every_new_byte_is_a_box_of_one_size_until_the_pass_that_revealed_it(tmp
     unmasking.main()
     one, two = found
     assert one["shown"][:13] == two["shown"][:13] == 13 * [0] and len(one["data"]) == len(two["data"]) == 40
-    if not model.config.full_sequence:                  # 13 known bytes: 3 masks, a commit, then blocks of 8
-        assert sorted(one["shown"][13:]) == [1, 2, 3, *range(5, 13), *range(14, 22), *range(23, 31)]
-        assert sorted(two["shown"][13:]) == [1, 1, 2, *(n for n in range(4, 18) if n not in (8, 13) for _ in "ab")]
-        assert two["blocks"][:2] == [(8, 16, 0, 3), (16, 24, 3, 8)] and (one["passes"], two["passes"]) == (30, 17)
+    if not model.config.full_sequence:                  # 13 known bytes: 3 masks, then blocks of 8
+        assert sorted(one["shown"][13:]) == [*range(1, 28)]
+        assert sorted(two["shown"][13:]) == [1, 1, 2, *(n for n in range(3, 15) for _ in "ab")]
+        assert two["blocks"][:2] == [(8, 16, 0, 2), (16, 24, 2, 6)] and (one["steps"], two["steps"]) == (27, 14)
     picture = xml.dom.minidom.parse(str(tmp_path / "a.svg"))
     boxes = [box for box in picture.getElementsByTagName("rect") if box.getAttribute("class").startswith("box")]
     assert [box.getAttribute("class") for box in boxes] == [f"box h{n}" for n in one["shown"][13:] + two["shown"][13:]]
