@@ -37,7 +37,7 @@ only = []                               # config files, such as mamba_h_350m,att
 lengths = []                            # generated lengths; []: the paper's
 batch = [1]                             # batch sizes of `sample`
 tokens_per_step = 16                    # p, tokens revealed per step
-decoder = "random"                      # or strided, confidence: which tokens
+decoder = "random"                      # random, strided or confidence: which tokens a step reveals
 micro_batch_size = 8                    # training sequences per device
 warmup = 5                              # iterations before the measured ones, after the very first one
 iterations = 15                         # measured iterations
@@ -170,7 +170,7 @@ def bench_sample(parallel):
     is the paper's protocol."""
     dev, on_gpu = parallel.device, parallel.device.type == "cuda"
     for name, config in models("700m", dev):
-        most = (65536 if config.full_sequence else config.rope_capacity) if on_gpu else 1024       # tokens, all samples
+        most = (65536 if config.full_sequence else config.rope_capacity) if on_gpu else 1024       # of b * length
         for b in batch:
             for length in lengths or [n for n in paper.LADDER if b * n <= most]:
                 row = dict(config=name, length=length, batch=b, decoder=decoder, tokens_per_step=tokens_per_step)
@@ -194,7 +194,7 @@ def time_generation(config, dev, b, length):
     elif length <= WHOLE:
         how, (seconds, spread) = "whole", whole_seconds(engine, n_blocks)
     else:
-        how, (seconds, spread) = "blocks", blocks_seconds(engine, engine.model, n_blocks)
+        how, (seconds, spread) = "blocks", blocks_seconds(engine, n_blocks)
     return dict(row, tok_per_s=b * length / seconds, spread=spread, how=how)
 
 
@@ -226,10 +226,10 @@ def whole_seconds(engine, n_blocks):
     return measure(generation, masks.device, warmup, iterations)[:2]
 
 
-def blocks_seconds(engine, model, n_blocks):
+def blocks_seconds(engine, n_blocks):
     """(seconds, spread) of a generation of n_blocks blocks. One block, with the commit of the block before it, is timed
     after several prefixes; the time of a generation is the sum over its blocks, interpolated between these."""
-    cache, masks = engine.cache, torch.full_like(engine.block.xt, engine.block.sampler.mask_id)        # (b, l)
+    model, cache, masks = engine.model, engine.cache, torch.full_like(engine.block.xt, engine.block.sampler.mask_id)
     l, x0 = masks.size(1), torch.randint_like(masks, model.config.mask_id)
     # Random tokens, not zeros: the speed of a GPU depends on the numbers that it multiplies.
     model.prefill(torch.randint(model.config.mask_id, (len(masks), cache.max_len), device=masks.device), cache)
@@ -273,9 +273,8 @@ def main(words):
     what, *words = words or ["--help"]
     benches = dict(train=bench_train, sample=bench_sample)
     configure(globals(), [what] if what.startswith("-") else words)           # a flag in place of a subcommand: --help
-    check(dict(globals(), subcommand=what), endings=dict(out=".json"),
-          choices=dict(subcommand=benches, decoder=("random", "strided", "confidence")),
-          least=dict(iterations=1, warmup=0, micro_batch_size=1, tokens_per_step=1))
+    check(globals() | dict(subcommand=what), least=dict(iterations=1, warmup=0, micro_batch_size=1, tokens_per_step=1),
+          endings=dict(out=".json"), choices=dict(subcommand=benches, decoder=("random", "strided", "confidence")))
     for n in (*lengths, *batch):
         if type(n) is not int or not 0 < n <= ModelConfig.rope_capacity:
             raise UserError(f"lengths and batch are whole numbers from 1 to {ModelConfig.rope_capacity}, not {n!r}")

@@ -1,5 +1,5 @@
 """
-Saves and loads the three things that a model leaves on disk. Only this file knows their formats:
+Loads the three things that a model leaves on disk, and saves two of them:
 
   checkpoint     one file: weights, configuration, optimizer state, step; train.py resumes from it
   export         a folder with the weights alone, as safetensors, to publish a model; tools/export.py writes it
@@ -194,7 +194,7 @@ def load_prompt(path, config, made_by):
 
 def copy_row(source, target):
     """Copies a cache of one row into another, whose max_len may be larger."""
-    for a, b in zip(sum(source.layers, ()), sum(target.layers, ())):           # both tensors of every layer
+    for a, b in zip(sum(source.layers, ()), sum(target.layers, ())):           # all tensors of every layer
         # Keys and values fill the first positions of a longer row. Boundary states have equal shapes.
         b[tuple(slice(n) for n in a.shape)].copy_(a)
     target.lengths.copy_(source.lengths)

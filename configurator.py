@@ -1,7 +1,7 @@
 """
 Settings of a script: plain Python globals, overridden by config files and flags, in the spirit of nanoGPT's
-configurator. Also `write_file`, which writes a file whole or not at all, and `script`, which turns an error that the
-user can correct into one sentence.
+configurator. Also `write_file`, which writes a file whole or not at all, `lock`, which keeps a folder for one process,
+and `script`, which turns an error that the user can correct into one sentence.
 
     python train.py config/mamba_h_87m.py --learning_rate=4e-3 --resume
     python sample.py --length 65536
@@ -12,13 +12,14 @@ user can correct into one sentence.
         main()
 
 A config file is Python. It may compute, import modules, and read the current values of settings. Every name that it
-assigns must be a setting of the script, except constants (in capitals) and names that begin with _.
+assigns or imports must be a setting of the script, except modules, functions, classes, CONSTANTS and _names.
 """
 import ast
 import builtins
 import contextlib
 import difflib
 import errno
+import fcntl
 import os
 import re
 import sys
@@ -84,7 +85,8 @@ def configure(namespace, argv=None, where="command line"):
     # The words leave sys.argv: torch.compile copies it, without escaping, into the code that it generates.
     words = [sys.argv.pop(1) for _ in sys.argv[1:]] if argv is None else list(argv)
     while words:
-        word = re.sub(r"^(--\w+=)~/", rf"\1{os.path.expanduser('~/')}", words.pop(0))      # a shell leaves =~/ alone
+        # A shell leaves =~/ alone. In a text to continue it is no folder.
+        word = re.sub(r"^(--(?!prompt=|suffix=)\w+=)~/", rf"\1{os.path.expanduser('~/')}", words.pop(0))
         if word in ("-h", "--help"):
             print(f"{namespace['__doc__'].strip()}\n\nsettings (override with --name=value, or a config file):")
             for name, value in settings.items():
@@ -92,9 +94,9 @@ def configure(namespace, argv=None, where="command line"):
             sys.exit(0)
         if word.startswith("--"):
             name, equals, text = word[2:].partition("=")                       # --name=value
-            if not equals:                                                     # --name value, or --name alone: true
-                values = ["true"] if type(settings.get(name)) is bool else words
-                text = values.pop(0) if values and values[0][:2] != "--" else None         # `fit` refuses None
+            if not equals:                              # --name value, or a switch alone; `fit` refuses None
+                is_switch, has_value = type(settings.get(name)) is bool, words and words[0][:2] != "--"
+                text = "true" if is_switch else words.pop(0) if has_value else None
             new, source = {name: text}, where
         else:
             new, source = run_config(word, settings), word
@@ -111,13 +113,15 @@ def configure(namespace, argv=None, where="command line"):
 
 def check(settings, least={}, most={}, above={}, choices={}, endings={}):
     """Raises UserError for a setting that is out of bounds. Each argument is a dict {name of a setting: bound}.
-    endings: of the paths of outputs, so that these cannot replace a checkpoint; an empty path is no output."""
+    endings: of the paths of outputs, so that these cannot replace a checkpoint, nor a part of an export or of a
+    prepared text; an empty path is no output."""
     # Lower bounds first: with most=dict(min_lr=learning_rate) a learning_rate of 0 is the mistake, not min_lr.
     wrong = {**{k: f"at least {b}" for k, b in least.items() if not settings[k] >= b},
              **{k: f"above {b}" for k, b in above.items() if not settings[k] > b},
              **{k: f"at most {b}" for k, b in most.items() if not settings[k] <= b},
              **{k: f"one of {', '.join(b)}" for k, b in choices.items() if settings[k] not in b},
-             **{k: f"a {b} file" for k, b in endings.items() if settings[k] and not settings[k].endswith(b)}}
+             **{k: f"a {b} file of its own" for k, b in endings.items()
+                if not re.search(rf"^$|(?<!\bconfig)(?<!\bmeta)\{b}$", settings[k])}}
     for name, words in wrong.items():                   # the first one is told
         raise UserError(f"{name} must be {words}, but is {settings[name]!r}")
 
@@ -146,6 +150,19 @@ def write_file(path, content):
         raise UserError(f"{path} cannot be written ({error}); make room there, or choose another path") from error
     finally:
         temporary.unlink(missing_ok=True)               # half a file, after an error
+
+
+def lock(path, refusal):
+    """Opens the file `path`, which is made if it is missing, and locks it until it is closed or the process ends. Keep
+    the file that this returns: Python closes a file that nothing refers to. Raises UserError(refusal) if another
+    process has locked it."""
+    file = open(path, "a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if isinstance(error, BlockingIOError):          # else a file system without locks
+            raise UserError(refusal) from None
+    return file
 
 
 @contextlib.contextmanager

@@ -38,8 +38,7 @@ def get_tokenizer(name):
     """The tokenizer "bytes" or "gpt2" as a tiktoken.Encoding; its last id is the mask.
 
     bytes: 256 byte values, <|endoftext|> 256, <|mask|> 257. gpt2: GPT-2's ids, <|mask|> 50257.
-    Raises UserError for another name, for a tokenizer without all bytes, and if GPT-2's files are neither cached nor
-    reachable.
+    Raises UserError for another name, and if GPT-2's files are neither cached nor reachable.
     """
     if name not in VOCABULARY:
         raise UserError(f"there is no tokenizer {name!r}: choose {' or '.join(VOCABULARY)}")
@@ -54,8 +53,6 @@ def get_tokenizer(name):
                             "TIKTOKEN_CACHE_DIR to a folder in which tiktoken has cached them, or prepare text with "
                             "--tokenizer bytes, which needs none") from None
         pattern, ranks, special = base._pat_str, base._mergeable_ranks, base._special_tokens
-    if lacking := {bytes([i]) for i in range(256)} - ranks.keys():          # tiktoken would panic at such a byte
-        raise UserError(f"tokenizer {name} has no token for the byte {min(lacking)}: give it one for each of the 256")
     special = {**special, "<|mask|>": VOCABULARY[name] - 1}
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special,
                              explicit_n_vocab=VOCABULARY[name])             # asserts that this is their number
@@ -146,13 +143,16 @@ def write_meta(out, source, revision, tokenizer, splits, skipped=0, made_from=No
 
 
 def read_meta(path):
-    """meta.json of a prepared folder. Raises UserError if the folder is missing, unfinished or of another format."""
+    """meta.json of a prepared folder. Raises UserError if it is missing, unfinished, damaged or of another format."""
     if not Path(path, "meta.json").exists():
         raise UserError(f"{path} holds no prepared text: run python data.py, see python data.py --help; "
                         "if that was interrupted, run the same command again and it continues")
-    meta = json.loads(Path(path, "meta.json").read_text())
-    if meta.get("format") != VERSION:
-        raise UserError(f"{path} holds text of another format: prepare it again, see python data.py --help")
+    try:
+        meta = json.loads(Path(path, "meta.json").read_text())
+    except ValueError:                                  # no JSON
+        meta = {}
+    if meta.get("format") != VERSION or meta.get("tokenizer") not in VOCABULARY or "splits" not in meta:
+        raise UserError(f"{path}/meta.json is damaged, or of another format: prepare its text again (data.py --help)")
     return meta
 
 
@@ -252,22 +252,18 @@ def bits_per_byte(nats_per_token, n_tokens, n_bytes):
     return nats_per_token * n_tokens / math.log(2) / n_bytes
 
 
-def byte_baselines(train_tokens, val_tokens):
-    """Bits per byte of a unigram and a bigram model of byte tokens: dict(unigram=, bigram=).
-
-    Both estimate probabilities from counts in train_tokens, with one added to each count, over 257
-    symbols (256 bytes and end-of-text). Both score all val_tokens, end-of-text included, and divide
-    by the bytes without end-of-text, as for the model. The first token of all follows an
-    end-of-text; that of a later window, the last token of the window before it. Tokens: tensors or arrays of any shape.
+def byte_bigrams(train_tokens, val_tokens):
+    """
+    Bits per byte of val_tokens by a bigram model of byte tokens: counts in train_tokens, with one added to each, over
+    257 symbols (256 bytes and end-of-text). All val_tokens are scored, end-of-text included, and the sum is divided by
+    the bytes without end-of-text, as for the model. The first token of all follows an end-of-text; that of a later
+    window, the last token of the window before it. Tokens: tensors or arrays of any shape.
     """
     v = 257
     train, val = (np.append(256, x) for x in (train_tokens, val_tokens))         # int64, flat, after an end-of-text
-    unigram = np.bincount(train[1:], minlength=v) + 1.0                                 # (v,)
-    bigram = np.bincount(train[:-1] * v + train[1:], minlength=v * v).reshape(v, v) + 1.0
-    unigram_bits = -np.log2(unigram / unigram.sum())[val[1:]].sum()
-    bigram_bits = -np.log2(bigram / bigram.sum(1, keepdims=True))[val[:-1], val[1:]].sum()
-    n_bytes = np.count_nonzero(val != 256)
-    return dict(unigram=float(unigram_bits / n_bytes), bigram=float(bigram_bits / n_bytes))
+    counts = np.bincount(train[:-1] * v + train[1:], minlength=v * v).reshape(v, v) + 1.0
+    bits = -np.log2(counts / counts.sum(1, keepdims=True))[val[:-1], val[1:]].sum()
+    return float(bits / np.count_nonzero(val != 256))
 
 
 if __name__ == "__main__":

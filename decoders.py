@@ -20,8 +20,8 @@ Where to reveal is decided by the unmodified probabilities; temperature, top_k a
 choice by the probability of the drawn token would reject unlikely draws, so samples would be sharper than the model and
 repeat themselves.
 
-`ActiveBlock` is a block while it is unmasked. `generate_naive`, at the end, is its plainest use; sample.py has a cache.
-In shapes, b is the rows of a batch, l the tokens of a block, m those of a step, v the vocabulary with the mask.
+`ActiveBlock` is a block while it gets unmasked. `generate_naive`, at the end, is its plainest use; sample.py has a
+cache. In shapes, b is the rows of a batch, l the tokens of a block, m those of a step, v the vocabulary with the mask.
 
     python -m pytest tests/test_decoders.py
 """
@@ -35,6 +35,7 @@ from configurator import UserError, check
 
 DECODERS = ("random", "strided", "confidence", "threshold", "entropy_bound", "first_hitting")
 IN_ORDER = ("random", "strided", "first_hitting")       # their order of positions is known when a block starts
+DRAWN_ORDER = ("random", "first_hitting")               # they draw their positions
 VARIABLE_COUNT = ("threshold", "entropy_bound")         # how many tokens these reveal in a step depends on the logits
 MAX_LOGITS = 2 ** 24                    # the most logits of one row that a choice by certainty holds at a time
 
@@ -153,7 +154,7 @@ class ActiveBlock:
 
     def __init__(self, b, l, sampler, device):
         """A block of l tokens for each of b rows."""
-        # p. Below it is always self.tokens_per_step: that of the sampler may exceed l.
+        # p, at most l. Use this one: the sampler's may exceed l.
         self.sampler, self.tokens_per_step = sampler, min(sampler.tokens_per_step, l)
         self.xt = torch.full((b, l), sampler.mask_id, device=device)           # known tokens, or the mask
         self.permutation = torch.arange(l, device=device).repeat(b, 1)         # the order of revealing, see `start`
@@ -162,7 +163,7 @@ class ActiveBlock:
         # A draw is a function of its position in the block and of `key`, each entry (b,):
         #   seed     of the row
         #   step     a number of the step. It grows by p, so that it also says where the step begins in `permutation`.
-        #            (For VARIABLE_COUNT any number above 0 would do.)
+        #            (For VARIABLE_COUNT any growth above 0 would do.)
         #   begin    tokens of the row before this block. Without it, all blocks would get the same random numbers.
         self.step, self.begin = torch.zeros(2, b, dtype=torch.long, device=device)
         self.key = (torch.tensor(sampler.seeds, device=device), self.step, self.begin)

@@ -7,7 +7,8 @@ its standard error; and the price of decoders on real text. Question sets are in
     python eval.py --decoders=random:1,random:4,strided:4,threshold:0.9 # bits per byte and passes per block of each
     python eval.py --checkpoint out/a --tasks hellaswag,piqa            # pip install lm_eval==0.4.13
 
-train.py's validation takes fewer sequences and more noise: `--sequences=64 --mc=2` gives its last number.
+train.py's validation takes other sequences and noise: its eval_sequences, eval_samples and seed, as --sequences, --mc
+and --seed, give its last number.
 """
 import functools
 import hashlib
@@ -22,9 +23,9 @@ import torch
 from checkpoint import open_checkpoint
 from configurator import ROOT, check, script, settings_of, write_file
 from data import TokenData, batches, bits_per_byte, prepare_stdlib
-from decoders import ActiveBlock, sampler_of
+from decoders import DRAWN_ORDER, ActiveBlock, sampler_of
 from model import cast_for_inference
-from nelbo import NATS, gather, masked_cross_entropy, nelbo_sums, noise_seeds
+from nelbo import NATS, masked_cross_entropy, nelbo_sums, noise_seeds, sum_over_ranks
 from parallel import Parallel, hardware, pick_dtype, progress, select_kernels
 
 # ----------------------------------------------------------------------------------------------
@@ -69,18 +70,17 @@ def nelbo_figures(sums, tokens, n_bytes):
     standard error from text and noise, `nelbo_se_noise` that from noise alone. The latter needs mc >= 2. With
     stratified noise it is an upper bound, because the strata differ.
     """
-    nats, masked, right = sums.mean(1).T                                       # (n,) each, means over noise samples
+    nats, masked, hits = sums.mean(1).T                                        # (n,) each, means over noise samples
     nelbo, se = ratio(nats, tokens)
-    acc, acc_se = ratio(right, masked)
+    acc, acc_se = ratio(hits, masked)
     n, mc, _ = sums.shape
     # The variance of nats.sum() from noise alone: that of a mean over mc samples, added up over the sequences.
     var = sums[..., NATS].var(1, ddof=1).sum() / mc if mc > 1 else math.nan
     ppl = math.exp(min(nelbo, 700))                     # beyond 709, exp overflows
     return dict(nats=nats.round(3).tolist(), nelbo=nelbo, nelbo_se=se, nelbo_se_noise=math.sqrt(var) / tokens.sum(),
-                ppl=ppl, ppl_se=ppl * se, acc=100 * acc, acc_se=100 * acc_se,
-                bpb=bits_per_byte(nelbo, tokens.sum(), n_bytes.sum()),
-                bpb_se=ratio(nats, n_bytes)[1] / math.log(2), sequences=n, samples=mc, tokens=int(tokens.sum()),
-                bytes=int(n_bytes.sum()))
+                ppl=ppl, ppl_se=ppl * se, acc=100 * acc, acc_se=100 * acc_se, sequences=n, samples=mc,
+                bpb=bits_per_byte(nelbo, tokens.sum(), n_bytes.sum()), bpb_se=ratio(nats, n_bytes)[1] / math.log(2),
+                tokens=int(tokens.sum()), bytes=int(n_bytes.sum()))
 
 
 def windows_of(model, tokenizer, folder):
@@ -96,7 +96,7 @@ def evaluate_text(model, tokenizer, folder, parallel, autocast):
     """NELBO, perplexity, bits per byte and masked-token accuracy on the validation split of a prepared folder, a
     dict. Prints the main ones. A collective."""
     x, n_bytes, about = windows_of(model, tokenizer, folder)
-    sums = gather(parallel, nelbo_sums(model, x, parallel, autocast, seed, mc, stratified, batch_size))
+    sums = sum_over_ranks(parallel, nelbo_sums(model, x, parallel, autocast, seed, mc, stratified, batch_size))
     r = nelbo_figures(sums, np.full(len(x), x.size(1)), n_bytes)
     print(f"{folder}: perplexity {r['ppl']:.2f} +- {r['ppl_se']:.2f}, {r['bpb']:.4f} +- {r['bpb_se']:.4f} bits a byte, "
           f"accuracy {r['acc']:.2f} +- {r['acc_se']:.2f} %, NELBO {r['nelbo']:.4f} +- {r['nelbo_se']:.4f}", flush=True)
@@ -113,7 +113,7 @@ def price(model, x0, sampler, bar):
     advance together, each after its clean prefix. A step writes the true tokens where the decoder reveals. sampler: of
     b * n_blocks rows, one for each block.
 
-    If positions do not depend on what is drawn, p of the text is exact: the product of p of the tokens of all steps.
+    Where a step's positions follow from the known tokens, p of the text is exact: the product of p over all steps.
     `random` and `first_hitting` draw the positions. Then the price is a bound, the mean of -log p over the orders.
     A step that reveals n of m masked tokens costs the -log p of these n. They are a uniform choice, so the mean of that
     is n / m times the -log p of all m, which is added in its place: the same mean with less noise. With one token a
@@ -132,7 +132,7 @@ def price(model, x0, sampler, bar):
         block.write(positions, truth.gather(1, positions))
 
         revealed = is_masked & (block.xt != sampler.mask_id)                   # (b * n_blocks, l)
-        scored = is_masked if sampler.decoder in ("random", "first_hitting") else revealed
+        scored = is_masked if sampler.decoder in DRAWN_ORDER else revealed
         nll, _ = masked_cross_entropy(model, hidden[scored], truth[scored])    # of all scored tokens
         # share: n / m for drawn orders, 1 otherwise.
         row, share = scored.nonzero()[:, 0].cpu(), revealed.sum(1).cpu() / scored.sum(1).cpu().double()
@@ -148,16 +148,16 @@ def price_decoders(model, tokenizer, folder, parallel, autocast):
     n_blocks, l = model.config.split_blocks(x.size(1))
     # Made here, a wrong name is refused before any work. For each batch they are made again, with its seeds.
     samplers = [sampler_of(decoder, seeds=[], mask_id=mask_id) for decoder in decoders]
-    found = np.zeros((len(x), 2, len(decoders)))                               # nats, and passes a block
+    found = np.zeros((len(decoders), 2, len(x)))                               # nats, and passes a block
     mine = [*range(parallel.rank, len(x), parallel.world)]
     most = sum(math.ceil(l / sampler.tokens_per_step) for sampler in samplers)             # passes
     with progress(parallel, "decoders", len(mine) * most, "pass") as bar, autocast():
         for rows in batches(mine, batch_size):
             x0, seeds = x[rows].to(parallel.device), np.repeat(noise_seeds(seed, rows), n_blocks)
             for i, decoder in enumerate(decoders):
-                found[rows, :, i] = price(model, x0, sampler_of(decoder, seeds=seeds, mask_id=mask_id), bar).T
+                found[i][:, rows] = price(model, x0, sampler_of(decoder, seeds=seeds, mask_id=mask_id), bar)
 
-    nats, passes = gather(parallel, found).transpose(1, 2, 0)                  # (decoders, n) each
+    nats, passes = sum_over_ranks(parallel, found).swapaxes(0, 1)              # (decoders, n) each
     prices = {}
     for decoder, own, n_passes in zip(decoders, nats, passes.mean(1)):         # own (n,): nats of each sequence
         bpb, bpb_se = ratio(own / math.log(2), n_bytes)
@@ -185,7 +185,7 @@ def folders_for(path, trained, parallel):
     folders = data or ([] if tasks else trained.get("data", "data/stdlib").split(","))
     if data or ROOT / "assets" not in Path(path).resolve().parents or all(map(os.path.exists, folders)):
         return folders
-    print(f"{folders[0]}, the text of its training, is not here: this is of Python's own source, data/stdlib")
+    print(f"{', '.join(folders)}, the text of its training, is not here: this is of Python's own source, data/stdlib")
     if parallel.rank == 0:
         prepare_stdlib()
     parallel.barrier()
@@ -209,8 +209,8 @@ def evaluate(path, parallel, use_bf16, evaluate_tasks):
 
 
 def main(evaluate_tasks):
-    check(globals(), least=dict(sequences=-1, mc=1, batch_size=1, seq_len=0, limit=0, seed=0),
-          choices=dict(dtype=("auto", "float32", "bfloat16")), endings=dict(out=".json"))
+    check(globals() | dict(checkpoint=len(checkpoint)), endings=dict(out=".json"),
+          least=dict(checkpoint=1, sequences=-1, mc=1, batch_size=1, seq_len=0, limit=0, seed=0))
     parallel, results = Parallel(device), []
     dev, weight_dtype = parallel.device, pick_dtype(dtype, parallel.device)
     machine = dict(hardware(dev), ranks=parallel.world, dtype=str(weight_dtype), kernels=select_kernels(kernels, dev))

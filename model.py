@@ -189,10 +189,10 @@ class TimestepEmbedding(nn.Module):
 #   denoise      generation: one active block, which reads the cache and writes nothing
 # Training and generation compute the same function. That is what makes the cache exact.
 #
-# Both kinds take the same arguments. A Mamba mixer uses neither positions nor masks nor lengths: a scan knows the order
-# of its tokens, and its state stands for the prefix.
+# Both kinds take the same arguments. A Mamba mixer uses no positions, masks, lengths or block_len: a scan knows the
+# order of its tokens, and its state stands for the prefix.
 #   u, clean, noisy   the input of the mixer, normalised and modulated
-#   rope              cos and sin of the positions of u, (b, 1, s, e / 2) each: rows may be at different positions
+#   rope              cos and sin of the positions of u, (b, 1, m, e / 2) each: rows may be at different positions
 #   rope_all          cos and sin of positions 0..s-1, (s, e / 2) each: in training all rows begin at position 0
 #   masks             those of ops.two_stream_masks, made once for all layers
 #   last              whether this is the last layer, whose clean output nothing reads: a mixer may return anything for
@@ -245,7 +245,7 @@ class Attention(nn.Module):
         positions = lengths[:, None] + torch.arange(k.size(2), device=k.device)        # (b, m)
         for cached, new in zip(state, (k, v)):          # cached (b, h, max_len, e), new (b, h, m, e)
             # A slice between two index tensors: the indexed axes (b, m) come first, so both sides are (b, m, h, e).
-            cached[rows, :, positions] = new.transpose(1, 2)
+            cached[rows, :, positions] = new.transpose(1, 2).to(cached.dtype)
         return self.merge(y)                                                   # (b, m, d)
 
     def denoise(self, u, state, lengths, rope):
@@ -449,17 +449,17 @@ class BlockDiffusionLM(nn.Module):
                                        start at 0
       AdaLN, head                      0: the untrained loss is ln(vocabulary - 1) on average
       norms, Mamba's D                 1
-      Mamba's A, dt                    A uniform in [1, 16]; dt log-uniform in [1e-3, 0.1] through the
+      Mamba's A, dt                    -A uniform in [1, 16]; dt log-uniform in [1e-3, 0.1] through the
                                        inverse softplus
-      convolution                      uniform in +-1/sqrt(width), weight and bias
+      convolution                      uniform in +-1/sqrt(conv_width), weight and bias
     """
 
     def __init__(self, config, init_std=0.02, embed_std=0.02):
         super().__init__()
         self.config = config
         d = config.d_model
-        # As nn.Embedding(vocab_size, d), which also draws a weight. init_weights replaces it, but without the draw a
-        # seed would give another model. On the device "meta" there is none: it would import sympy, for seconds.
+        # As nn.Embedding(vocab_size, d), but without its draw on "meta", where that would import sympy, for seconds.
+        # Elsewhere the draw stays, although init_weights replaces it: without it a seed would give other weights.
         weight = torch.empty(config.vocab_size, d)
         self.embed = nn.Embedding.from_pretrained(weight if weight.is_meta else weight.normal_(), freeze=False)
         self.time = TimestepEmbedding(d)
@@ -538,7 +538,7 @@ class BlockDiffusionLM(nn.Module):
         return F.linear(hidden, self.head.weight)[..., :self.config.mask_id]
 
     def logits(self, hidden):
-        """(..., d) -> (..., vocab) in fp32, with the mask's."""
+        """(..., d) -> (..., vocab) in fp32 or better; the mask's is -inf."""
         out = self.token_logits(hidden)
         return F.pad(out.to(ops.at_least_fp32(out.dtype)), (0, 1), value=float("-inf"))
 
@@ -573,12 +573,12 @@ class BlockDiffusionLM(nn.Module):
 
     def draw_noise(self, x0, generator=None, stratum=(0, 1), t_range=(1e-3, 1)):
         """
-        Noise levels t (b, n_blocks), uniform on t_range, and is_masked (b, s): a token is masked with probability t of
-        its block. generator: None, one of a CPU, or a list with one for each sequence; then a sequence's noise is the
-        same in every batch. stratum (i, parts): t = least + (most - least) * (i + u) / parts with u uniform on [0, 1).
-        So i = 0..parts-1 names one of `parts` equal parts of the range; i is an int or (b, n_blocks). (0, 1) is the
-        whole range, (2, 4) its third quarter. Training and evaluation with --stratified give each block or sample
-        another part: then the mean over these varies less.
+        Noise levels t (b, n_blocks), uniform on t_range (1 in blocks of one token), and is_masked (b, s): a token is
+        masked with probability t of its block. generator: None, one of a CPU, or a list with one for each sequence;
+        then a sequence's noise is the same in every batch. stratum (i, parts): t = least + (most - least) * (i + u) /
+        parts with u uniform on [0, 1). So i = 0..parts-1 names one of `parts` equal parts of the range; i is an int or
+        (b, n_blocks). (0, 1) is the whole range, (2, 4) its third quarter. Training and evaluation with --stratified
+        give each block or sample a part of its own: then the mean over these varies less.
         """
         (b, s), (i, parts) = x0.shape, stratum
         n_blocks, l = self.config.split_blocks(s)
@@ -586,8 +586,8 @@ class BlockDiffusionLM(nn.Module):
         # t. With t = 1 there is no noise: each token is predicted from its clean prefix, as in GPT, -log p exactly.
         least, most = t_range if l > 1 else (1, 1)      # least > 0: the weight is 1 / t
         generators = generator if isinstance(generator, (list, tuple)) else [generator] * b
-        uniform = torch.stack([torch.rand(n_blocks + s, generator=g) for g in generators]).to(x0.device)
-        level, token = uniform.split([n_blocks, s], 1)                         # each in [0, 1)
+        uniform = torch.stack([torch.rand(n_blocks + s, generator=g) for _, g in zip(x0, generators, strict=True)])
+        level, token = uniform.to(x0.device).split([n_blocks, s], 1)           # each in [0, 1)
         t = least + (most - least) * (i + level) / parts                       # (b, n_blocks)
         return t, token < t.repeat_interleave(l, 1)                            # (b, s)
 
@@ -595,8 +595,8 @@ class BlockDiffusionLM(nn.Module):
         """
         The training loss: the NELBO of x0 (b, s) int64 in nats per token, with one noise sample per block. It is eq.
         prefix-cache with the weight of eq. bdlm-masked-objective, which is 1 / t for the paper's alpha_t = 1 - t: see
-        `loss`. noise: see draw_noise. Only over t in (0, 1) is the mean over noise a bound on -log p. The default range
-        leaves out t < 1e-3, where 1 / t is large, so the mean can lie slightly below -log p.
+        `loss`. noise: see draw_noise. The mean over noise bounds -log p if t is uniform on (0, 1). The default range
+        leaves out t < 1e-3, where 1 / t varies most: usually the mean gets a little larger, but it is no proven bound.
         """
         t, is_masked = self.draw_noise(x0, generator, **noise)
         return self.loss(x0, is_masked, t)
@@ -612,19 +612,19 @@ class BlockDiffusionLM(nn.Module):
         # once, at a moment that is uniform in t, given the tokens revealed before. By the chain rule this is the mean
         # of -log p(the block in one order) over all orders. p(block) is the mean of these p, and -log of a mean is at
         # most the mean of -log: a bound. A schedule t = m(u), with u uniform, needs the weight m'(u) / m(u).
-        weight = (1 / t).repeat_interleave(x0.size(1) // t.size(1), 1)         # (b, s)
+        weight = (1 / t).flatten()[masked // (x0.numel() // t.numel())]        # (m,): token i is in block i // l
         hidden = self.all_block_hidden(x0, xt, t).flatten(0, 1).index_select(0, masked)        # (m, d)
-        target, weight = x0.flatten().index_select(0, masked), weight.flatten().index_select(0, masked)    # (m,) each
-        nll = ops.linear_cross_entropy(hidden, self.head.weight, target, weight)
+        target = x0.flatten().index_select(0, masked)                          # (m,)
+        total = ops.linear_cross_entropy(hidden, self.head.weight, target, weight)
         # Divided by all b * s tokens, not by the number of masked ones: so a batch's loss is the mean of its parts'.
-        return nll / x0.numel()
+        return total / x0.numel()
 
     # -- generation: a cache of finished blocks and one active block --
 
     def new_cache(self, batch, max_len, block_len=None):
         """An empty cache for `batch` rows of at most max_len finished tokens each. An active block of block_len tokens
         (default: the model's) may follow them. Raises UserError if the two are beyond the rotary capacity."""
-        config, weight = self.config, self.embed.weight
+        config, weight, rope = self.config, self.embed.weight, self.rope(max_len + (block_len or self.config.block_len))
         kv = (batch, config.n_head, max_len, config.d_model // config.n_head)
         conv = (batch, config.conv_width - 1, config.d_inner + 2 * config.d_state)
         ssm = (batch, config.d_inner // config.mamba_head_dim, config.mamba_head_dim, config.d_state)
@@ -636,7 +636,7 @@ class BlockDiffusionLM(nn.Module):
             else:
                 layers.append((weight.new_zeros(conv), weight.new_zeros(ssm, dtype=ops.at_least_fp32(weight.dtype))))
         lengths = torch.zeros(batch, dtype=torch.long, device=weight.device)
-        return Cache(layers, lengths, max_len, self.rope(max_len + (block_len or config.block_len)))
+        return Cache(layers, lengths, max_len, rope)
 
     @torch.no_grad()
     def prefill(self, x0, cache, chunk_tokens=4096, progress=iter):

@@ -1,7 +1,7 @@
 """
 The NELBO of text (eq. nelbo-ppl-background). train.py's validation and eval.py's perplexity call the same function,
-nelbo_sums. With the same seed, sequences and number of samples they draw the same noise, and give the same number up
-to rounding.
+nelbo_sums. With the same seed, sequences, number of samples and `stratified` they draw the same noise, and give the
+same number up to rounding.
 
     python eval.py                                              # out/ckpt.pt on its validation text
     python -m pytest tests/test_eval.py                         # its tests
@@ -15,14 +15,14 @@ from configurator import UserError
 from data import batches, permutation
 from parallel import progress
 
-NATS, MASKED, RIGHT = range(3)          # the three sums of a sequence, see sequence_nelbo
+NATS, MASKED, HITS = range(3)           # the three sums of a sequence, see sequence_nelbo
 
 
 # Each sequence has its own noise seed, a function of (seed, number of the sequence). So its noise does not depend on
 # the batch that it is in, on the number of processes, or on where a run was resumed.
 
 def noise_seeds(seed, numbers):
-    """The noise seed of each sequence: a list of 63-bit ints. numbers: those of the sequences."""
+    """The noise seeds, a list of 63-bit ints. numbers: one for each sequence, such as row + 2**32 * sample."""
     return [int(np.random.SeedSequence([seed, int(i)]).generate_state(1, np.uint64)[0]) % 2 ** 63 for i in numbers]
 
 
@@ -36,8 +36,8 @@ def training_noise(x0, n_blocks, seed, step, rows, batch_size, stratified):
     Arguments of draw_noise for `rows` of the batch_size rows of a training step, as a dict. They are a function of
     (seed, step, row). x0: the sequences (m, s) of these rows, of n_blocks blocks each. A row is one sequence, or, while
     training is on short ones, is cut into several, which draw one after the other from the row's generator. stratified:
-    with n blocks in the whole step, the range of t is cut into n equal parts, and each block draws its t from another
-    part, in a random order.
+    with n blocks in the whole step, the range of t is cut into n equal parts, and each block draws its t from a
+    part of its own, in a random order.
     """
     per_row = len(x0) // len(rows)                      # sequences of a row
     generators = noise_generators(seed, [step * batch_size + row for row in rows])
@@ -71,16 +71,16 @@ def masked_cross_entropy(model, hidden, target, max_logits=2 ** 25):
 def sequence_nelbo(model, x0, is_masked, t):
     """
     Scores sequences x0 (b, s) for given noise: is_masked (b, s), t (b, n_blocks). Returns (b, 3) fp64 on the CPU: for
-    each sequence NATS, its NELBO (weight 1/t, eq. bdlm-masked-objective); MASKED, the number of masked tokens; and
-    RIGHT, how many of these the model predicts.
+    each sequence NATS, the NELBO of all its tokens (weight 1/t, eq. bdlm-masked-objective); MASKED, how many are
+    masked; and HITS, for how many of these the true token is the model's most likely one.
     """
     hidden = model.all_block_hidden(x0, x0.masked_fill(is_masked, model.config.mask_id), t)     # (b, s, d)
     nll, hit = masked_cross_entropy(model, hidden[is_masked], x0[is_masked])   # (m,) each: all masked tokens
     is_masked, t = is_masked.cpu(), t.cpu().double()
     weight = (1 / t).repeat_interleave(x0.size(1) // t.size(1), 1)             # (b, s)
-    parts = torch.stack([nll * weight[is_masked], torch.ones_like(nll), hit.double()], 1)       # (m, 3)
-    row = is_masked.nonzero()[:, 0]                                            # (m,): the sequence of each masked token
-    return parts.new_zeros(len(x0), 3).index_add(0, row, parts)                # (b, 3): sums over each sequence
+    parts = nll.new_zeros(*x0.shape, 3)                                        # (b, s, 3): 0 at tokens without a mask
+    parts[is_masked] = torch.stack([nll * weight[is_masked], torch.ones_like(nll), hit.double()], 1)
+    return parts.sum(1)                                                        # (b, 3)
 
 
 def nelbo_sums(model, x, parallel, autocast, seed, mc, stratified=False, batch_size=8, terse=False):
@@ -106,7 +106,7 @@ def nelbo_sums(model, x, parallel, autocast, seed, mc, stratified=False, batch_s
     return sums
 
 
-def gather(parallel, array):
+def sum_over_ranks(parallel, array):
     """Joins the ranks' parts of an array: each rank's array is zero where another rank did the work, so their sum has
     everything. All ranks get it. A collective: every rank must call it. Raises UserError unless all values are
     finite."""

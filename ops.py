@@ -244,7 +244,7 @@ def two_stream_masks(s, block_len, device):
     queries and [clean; noisy] keys; n_clean is s - block_len. Returns (None, None) for a single block: there are no
     clean tokens, and every noisy token sees every other.
 
-    They are made outside of the layers, once a step, because a compiled layer would make them again in each layer.
+    Called outside of the layers, because a compiled layer would make them again; lru_cache keeps the last ones.
     fast/ has masks of another form for its `two_stream_attention`, so it replaces both functions together.
     """
     n_clean = s - block_len
@@ -287,15 +287,11 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
     m = k.size(2)
     # `int` waits for the GPU. A full-sequence model, whose cache has max_len 0, need not wait.
     longest = int(lengths.max()) if k_cache.size(2) else 0
-    # A slot is an index into `keys` less `longest`: a cached key has one below 0, so that every query sees its block;
-    # new key j has slot j, and a shorter row has a gap before slot 0. With lengths [2, 4], m = 4 and blocks of 2:
-    #                  slot          -4 -3 -2 -1  0  1  2  3         held, row 0    1  1  0  0  1  1  1  1
-    #                  block         -2 -2 -1 -1  0  0  1  1               row 1    1  1  1  1  1  1  1  1
-    slot = torch.arange(-longest, m, device=q.device)                          # (longest + m,)
-    block = slot // block_len                                                  # (longest + m,)
-    q_block = block[longest:] if m > block_len else block.new_zeros(1)         # (m,), or (1,): a single block, number 0
-    held = (slot >= 0) | (slot + longest < lengths[:, None])                   # (b, longest + m)
-    mask = (q_block[:, None] >= block) & held[:, None, None]                   # (b, 1, m or 1, longest + m)
+    held = torch.arange(longest, device=q.device) < lengths[:, None]           # (b, longest): which cached keys count
+    block = torch.arange(m, device=q.device) // block_len                      # (m,), of the new keys
+    q_block = block if m > block_len else block[:1]                            # (m,), or (1,): a single block
+    own = q_block[:, None] >= block                                            # (m or 1, m): which new keys are seen
+    mask = torch.cat([held[:, None, None].expand(-1, -1, len(own), -1), own.expand(len(held), 1, -1, -1)], -1)
 
     keys = torch.cat([k_cache[:, :, :longest], k], 2)                          # (b, h, longest + m, e)
     values = torch.cat([v_cache[:, :, :longest], v], 2)
@@ -364,8 +360,8 @@ def gumbel_argmax(logits, positions, seed, step, begin):
     """
     vocab, drawn = logits.size(-1), []
     seed, step, begin = (key[:, None, None] for key in (seed, step, begin))    # (b, 1, 1) each
-    # _uniforms returns two variates, so pair i serves two tokens: i and i + ceil(vocab / 2).
-    # Some positions at a time, so that their noise fits into a CPU's cache.
+    # _uniforms returns two variates, so pair i serves two tokens: i and i + ceil(vocab / 2). per_tile positions at a
+    # time, so that their noise fits into a CPU's cache.
     pairs, per_tile = torch.arange(-(-vocab // 2), device=logits.device), max(1, 2 ** 17 // vocab)
     for x, position in zip(logits.split(per_tile, 1), positions[..., None].split(per_tile, 1)):
         u = torch.cat(_uniforms(seed, pairs, position, step, begin), -1)[..., :vocab]          # (b, per_tile, vocab)

@@ -18,9 +18,8 @@ MODELS = {                              # prefix of the config file: (name, colo
     "mamba_h": ("BDLM Mamba-H", "#b2182b")}
 
 PARAMS = {                              # parameters in millions: tab:arch-87m and tab:arch-350m
-    "attention_87m": 89.17, "bdlm_attention_87m": 89.17, "diffumamba_h_87m": 96.98,
-    "mamba_h_87m": 96.98, "attention_350m": 353.03, "bdlm_attention_350m": 353.03,
-    "diffumamba_h_350m": 399.53, "mamba_h_350m": 350.97}
+    "attention_87m": 89.17, "bdlm_attention_87m": 89.17, "diffumamba_h_87m": 96.98, "mamba_h_87m": 96.98,
+    "attention_350m": 353.03, "bdlm_attention_350m": 353.03, "diffumamba_h_350m": 399.53, "mamba_h_350m": 350.97}
 
 # The best runs. c4, paloma (Paloma's C4): perplexity, bits per byte, masked-token accuracy in %. mcqa: mean accuracy on
 # multiple-choice questions in %. From tab:validation-87m-best (masked-token accuracy: tab:validation-87m-full) and

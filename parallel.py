@@ -31,9 +31,8 @@ def pick_device(name):
     """The name of the device to use. "auto" is cuda if there is one, else cpu; never mps, which has no fp64 for
     sampling. cuda:1 becomes the current GPU. Raises UserError for a device that this machine lacks."""
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    # A list times False is empty.
-    names = ["auto", "cpu"] + ["cuda", *gpus] * bool(gpus) + ["mps"] * torch.backends.mps.is_available()
-    check(dict(device=name), choices=dict(device=names))
+    mps = ["mps"] if torch.backends.mps.is_available() else []
+    check(dict(device=name), choices=dict(device=["auto", "cpu", *(["cuda", *gpus] if gpus else []), *mps]))
     if name == "auto":
         return "cuda" if gpus else "cpu"
     if name in gpus:
@@ -88,7 +87,7 @@ def select_kernels(setting, device, training=True):
         needs = "a GPU of compute capability 8.0 or more, and the folder fast/"
         if setting == "mamba_ssm":
             raise UserError(f"kernels=mamba_ssm needs {needs}; this is {device}; use --kernels=auto")
-        return f"kernels: plain (bf16 and fast/ need {needs})"
+        return f"kernels: plain (the Triton kernels need {needs})"
 
     if setting == "mamba_ssm":
         from fast import mamba_ssm
@@ -191,9 +190,8 @@ def progress(parallel, what, total, unit, terse=False):
     """A progress bar with ETA on rank 0's stderr. If stderr is no terminal, it is updated only every 30 seconds. terse:
     the bar appears only on a terminal, and only for work that takes more than three seconds."""
     terminal = hasattr(sys.stderr, "isatty") and sys.stderr.isatty()
-    return tqdm(desc=what, total=total, unit=unit, file=sys.stderr, leave=False, unit_scale=True,
-                mininterval=0.2 if terminal else 30, delay=3 if terse else 0,
-                disable=parallel.rank > 0 or (terse and not terminal))
+    return tqdm(desc=what, total=total, unit=unit, file=sys.stderr, leave=False, unit_scale=True, delay=3 * terse,
+                mininterval=0.2 if terminal else 30, disable=parallel.rank > 0 or (terse and not terminal))
 
 
 @contextlib.contextmanager
@@ -213,7 +211,7 @@ def end_if_a_rank_is_lost(name):
 
 def micro_batches_of(rank, world, batch_size, micro_batch_size):
     """The rows of the global batch that a rank runs: a list with one range of rows for each micro-batch. Raises
-    UserError if batch_size is not a multiple of world, or a rank's rows are not a multiple of micro_batch_size."""
+    UserError if world does not divide batch_size, or micro_batch_size, unless it is larger, a rank's rows."""
     if batch_size % world:
         raise UserError(f"batch_size must be a multiple of the {world} processes, but is {batch_size}; "
                         f"use --batch_size={max(round(batch_size / world), 1) * world}")

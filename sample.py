@@ -1,6 +1,6 @@
 """
-Generation, one block after another: unmask a block, append it to the cache, continue (eq. bdlm-kv-cache and
-eq. partial-reverse). All four models generate this way; a full-sequence model takes the whole request as one block.
+Generation, one block after another: unmask a block, append it to the cache, continue (eq. bdlm-kv-cache). All four
+models generate this way; a full-sequence model takes the whole request as one block.
 
     python sample.py                                            # out/ckpt.pt or, without it, the model that ships
     python sample.py --prompt "def " --length 1000 --watch      # print the block after each denoising step
@@ -30,7 +30,7 @@ from tqdm import tqdm
 import ops
 from checkpoint import copy_row, fingerprint, load_prompt, open_checkpoint, save_prompt
 from configurator import UserError, check, script
-from decoders import VARIABLE_COUNT, ActiveBlock, Sampler, select
+from decoders import DRAWN_ORDER, VARIABLE_COUNT, ActiveBlock, Sampler, select
 from model import Attention, BiMamba, cast_for_inference
 from parallel import has_fast, one_thread_if_small, pick_device, pick_dtype, select_kernels
 
@@ -46,12 +46,12 @@ prompt_file = ""                        # a UTF-8 file with the prompt
 suffix = ""                             # known text after the gap, which `length` tokens fill exactly
 save_cache = ""                         # write the prompt and its cache to this file, NAME.cache
 load_cache = ""                         # continue from a cache that save_cache wrote; the prompt comes after its text
-length = 512                            # tokens to generate (max_new_tokens, in nanoGPT)
+length = 512                            # tokens to generate (max_new_tokens)
 num_samples = 1                         # samples generated side by side, as the rows of one batch
 decoder = "strided"                     # at any pace it costs the fewest bits (docs/results.md); others: decoders.py
-tokens_per_step = 0                     # p, tokens revealed per step; 0: at most 32 steps a block
+tokens_per_step = 0                     # p of random, strided, confidence: tokens a step; 0: at most 32 steps a block
 threshold = 0.9                         # with decoder=threshold: reveal where a token has at least this probability
-entropy_bound = 0.5                     # with decoder=entropy_bound: reveal positions of together this entropy, in nats
+entropy_bound = 0.5                     # with decoder=entropy_bound: a step ends when its entropies exceed this (nats)
 temperature = 1.0                       # 0: the most probable token
 top_k = 0                               # draw from the k most probable tokens; 0: from all
 top_p = 1.0                             # draw from the most probable tokens that together reach this probability
@@ -128,16 +128,16 @@ def open_engine(wanted, model, dtype=torch.float32):
     device_type = model.embed.weight.device.type
     if device_type == "mps":
         raise UserError("device=mps cannot sample, because draws need fp64; use --device=cpu")
-    known = all(type(layer.mixer) in (Attention, BiMamba) for layer in model.layers)
+    known = has_fast() and all(type(layer.mixer) in (Attention, BiMamba) for layer in model.layers)
     # ops.FAST has an attention to a cache if parallel.select_kernels selected the kernels of fast/.
     fast = known and device_type != "cpu" and "cached_attention" in ops.FAST
     if wanted == "simple" or (wanted == "auto" and not fast):
         return cast_for_inference(model, dtype), SimpleEngine
-    if not (known and has_fast()) or (wanted == "graphs" and device_type == "cpu"):
+    if not known or (wanted == "graphs" and device_type == "cpu"):
         raise UserError(f"engine={wanted} needs fast/ and a mixer of it, engine=graphs a GPU; use --engine=auto")
     from fast.engine import new_engine
     from fast.inference import inference_model
-    return inference_model(model, dtype), lambda *args: new_engine(wanted, *args)
+    return inference_model(model, dtype), functools.partial(new_engine, wanted)
 
 
 # What `generate` returns:
@@ -191,10 +191,10 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
         x0 = engine.decode(active, n_masked, on_step)                          # (b, l), no mask left
         # tolist waits for the device. With CUDA graphs it waits elsewhere only in ActiveBlock.steps.
         for i, block in enumerate(x0.tolist()):
-            known = len(rows[i]) - starts[i] - k * l    # tokens of the block that the row has already: of its prompt
-            new = block[known:][:left[i]]               # [] for a row that has ended, where known may be below 0
+            known = len(prompts[i]) % l if k == 0 else 0        # how many tokens of the block are of the prompt
+            new = block[known:][:left[i]]               # [] for a row that has ended
             left[i] -= len(new)
-            if stop_token in new:
+            if stop_token in new[:length]:              # not one of the suffix
                 new, left[i] = new[:new.index(stop_token) + 1], 0
             rows[i] += new
             if on_block:
@@ -210,7 +210,7 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
 
 
 def now(device):
-    """The time in seconds, after the device has finished all work that it was given."""
+    """The time in seconds, after a CUDA device has finished all work that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -337,11 +337,11 @@ def main():
                       top_k, top_p, mask_id=c.mask_id)
     one_thread_if_small(2 * n_params * l * num_samples)
     model, new_engine = open_engine(engine, model, weight_dtype)
-    # threshold and entropy_bound are decoders and also the settings of their numbers.
-    pace = globals()[decoder] if decoder in VARIABLE_COUNT else f"with {min(sampler.tokens_per_step, l)} tokens a step"
-    print(f"{path}: {n_params:,} parameters on {dev}, {kernels_line}, decoder {decoder} {pace}, seed {seed}",
+    # threshold and entropy_bound are decoders and also the fields of their numbers.
+    how = getattr(sampler, decoder) if decoder in VARIABLE_COUNT else f"with {min(per_step, l)} tokens a step"
+    print(f"{path}: {n_params:,} parameters on {dev}, {kernels_line}, decoder {decoder} {how}, seed {seed}",
           file=sys.stderr)
-    if temperature == 0 and num_samples > 1 and decoder not in ("random", "first_hitting"):
+    if temperature == 0 and num_samples > 1 and decoder not in DRAWN_ORDER:
         print(f"all samples are equal: with temperature=0, decoder={decoder} draws nothing", file=sys.stderr)
 
     def show(xt):

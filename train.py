@@ -26,29 +26,29 @@ import time
 import torch
 
 from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from configurator import UserError, check, fit, script, settings_of
-from data import VOCABULARY, TokenData, bits_per_byte, byte_baselines, prepare_stdlib
+from configurator import UserError, check, fit, lock, script, settings_of
+from data import VOCABULARY, TokenData, bits_per_byte, byte_bigrams, prepare_stdlib
 from model import BlockDiffusionLM, ModelConfig
 from nelbo import NATS, nelbo_sums, training_noise
 from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, end_if_a_rank_is_lost, micro_batches_of,
                       one_thread_if_small, pick_dtype, select_kernels)
 
 # ----------------------------------------------------------------------------------------------
-# Settings: the defaults train a small BDLM Mamba-H on bytes in minutes, on two cores. In brackets: the setting of
-# nanoGPT with this job, perhaps in another unit.
+# Settings: the defaults train a small BDLM Mamba-H on bytes in minutes, on two cores. In brackets: another name, mostly
+# nanoGPT's, perhaps in another unit.
 out_dir = "out"                         # where the checkpoints and the log go
 resume = False                          # continue from out_dir/ckpt.pt, with its settings except those that you give
 init_from = ""                          # begin with the weights of this checkpoint; ignored with --resume
 # data
-data = "data/stdlib"                    # folders of data.py (dataset, in nanoGPT), a,b for several; this one is made
+data = "data/stdlib"                    # folders of data.py (dataset), a,b for several; data/stdlib is made if missing
 tokenizer = "auto"                      # bytes or gpt2; auto: that of the data
 # model (see ModelConfig; to make another field of it a setting, such as conv_width, assign it here)
-seq_len = 256                           # tokens of a training sequence (block_size, in nanoGPT)
+seq_len = 256                           # tokens of a training sequence (block_size)
 block_len = 16                          # tokens of a diffusion block; seq_len for a full-sequence model
 attn_every = 2                          # attention at layers 0, attn_every, ...; 1: attention only
 n_layer = 3                             # layers
 n_head = 4                              # attention heads
-d_model = 64                            # width (n_embd, in nanoGPT)
+d_model = 64                            # width (n_embd)
 d_state = 32                            # Mamba-2 state size
 mamba_head_dim = 64                     # width of a Mamba-2 head
 time_conditioning = False               # modulate noisy tokens by their block's noise level
@@ -59,7 +59,7 @@ embed_std = 1.0                         # of the initial embedding
 # optimisation
 batch_size = 2                          # sequences per step, over all devices; on a CPU a small batch learns faster
 micro_batch_size = 0                    # sequences a device holds at a time (gradient_accumulation_steps); 0: its share
-max_iters = 3500                        # training steps, and of the cosine (lr_decay_iters, in nanoGPT)
+max_iters = 3500                        # training steps; the cosine ends there (lr_decay_iters)
 learning_rate = 2e-3                    # peak, after the warm-up (lr)
 min_lr = 1e-6                           # at the end of the cosine
 warmup_iters = -1                       # steps of linear warm-up; -1: 200, but at most max_iters / 10
@@ -89,7 +89,7 @@ dist_timeout = 300                      # seconds until a late rank ends the job
 
 
 def main(given):
-    """given: the names of the settings that were given, on the command line or by its config files."""
+    """given: the settings that were given, on the command line or by its config files."""
     # 1. Settings and processes.
     path, best_path = (os.path.join(out_dir, name) for name in ("ckpt.pt", "best.pt"))
     record = load_checkpoint(path, "optimizer", "settings", "step") if resume else None
@@ -98,7 +98,7 @@ def main(given):
     parallel = Parallel(device, dist_timeout)
     dev, say = parallel.device, functools.partial(report, parallel.rank)
     kernels_line = select_kernels(kernels, dev)
-    make_folder()
+    running = make_folder(parallel.rank)                    # noqa: F841. A file that is locked while it is open
 
     # 2. Data.
     if data == "data/stdlib" and parallel.rank == 0:
@@ -106,6 +106,7 @@ def main(given):
     parallel.barrier()                                      # the others wait for it
     train_data, val_data = (TokenData(data, split, tokenizer) for split in ("train", "val"))
     val = val_data.sequences(seq_len, eval_sequences)       # (n, s): the validation sequences
+    text = [train_data.n_tokens, val_data.n_tokens, *val_data.window(0, 8).tolist()]       # tells texts apart
 
     # 3. Model and optimizer.
     config = ModelConfig(vocab_size=VOCABULARY[train_data.tokenizer],
@@ -118,10 +119,10 @@ def main(given):
     if init_from and not resume:
         load_weights(init_from, load_checkpoint(find_checkpoint(init_from)), model)
     if resume:
-        load_weights(path, record, model)
+        load_weights(path, record, model, text)
         optimizer.load_state_dict(record["optimizer"])
         step, record = record["step"], None                 # frees the memory
-    about = dict(tokenizer=train_data.tokenizer, settings=settings_of(globals()))       # in each checkpoint
+    about = dict(tokenizer=train_data.tokenizer, text=text, settings=settings_of(globals()))       # in each checkpoint
     micro_batches = micro_batches_of(parallel.rank, parallel.world, batch_size, micro_batch_size)
     one_thread_if_small(6 * model.n_params * len(micro_batches[0]) * seq_len)
 
@@ -137,12 +138,11 @@ def main(given):
 
     # 5. The loop. recent: (loss in nats per token, seconds) of each step since the last row of the log. signals: those
     # that this process has received; n_signals: how many all ranks have. bad_steps: not finite, one after the other.
-    recent, signals = [], []
-    started, n_signals, bad_steps = time.time(), 0, 0
+    recent, signals, started, n_signals, bad_steps = [], [], time.time(), 0, 0
     catch_signals(signals)
     while True:
-        # Save before validating: a validation may take long, and a second Ctrl-C during it then loses nothing. So a
-        # run that is resumed here may validate once more. One that began with other weights validates at step 0, too.
+        # Save before validating, which may take long: a second Ctrl-C then loses nothing. So --resume may repeat a
+        # validation. With init_from, step 0 is saved and validated, too.
         due = step >= max_iters or (step % eval_interval == 0 and (step > 0 or init_from))
         if due or n_signals:
             # On every rank: state_dict is a collective.
@@ -195,8 +195,8 @@ def learning_rate_at(step):
     warmup = warmup_iters if warmup_iters >= 0 else min(200, max_iters // 10)
     if step < warmup:
         return learning_rate * (step + 1) / warmup
-    done = (step - warmup) / max(max_iters - warmup, 1)
-    return min_lr + 0.5 * (learning_rate - min_lr) * (1 + math.cos(math.pi * min(done, 1)))
+    done = (step - warmup) / (max_iters - warmup)
+    return min_lr + 0.5 * (learning_rate - min_lr) * (1 + math.cos(math.pi * done))
 
 
 def add_gradients(model, train_data, step, micro_batches, autocast):
@@ -207,8 +207,8 @@ def add_gradients(model, train_data, step, micro_batches, autocast):
     n_blocks, _ = model.config.split_blocks(s)          # of a sequence
     for rows in micro_batches:
         # Data and noise are functions of (seed, step, row of the global batch), whichever rank runs the row.
-        x0 = train_data.batch(seed, step, rows, batch_size, seq_len).view(-1, s)       # a row is seq_len / s sequences
-        x0 = x0.to(model.embed.weight.device, non_blocking=True)
+        # (m, s): a row is seq_len / s sequences.
+        x0 = train_data.batch(seed, step, rows, batch_size, seq_len).view(-1, s).to(model.head.weight.device)
         noise = training_noise(x0, n_blocks, seed, step, rows, batch_size, stratified)
         # The loss is weighted by the rows' share of the batch: so micro-batches and ranks add up to its mean.
         with autocast():
@@ -220,7 +220,7 @@ def add_gradients(model, train_data, step, micro_batches, autocast):
 
 def describe(step, recent, lr, norm):
     """The line on the screen and the row of the log after `step` steps. recent: [(loss, seconds)] of the steps since
-    the last row, which has their means."""
+    the row before; the new row has their means."""
     loss, seconds = (sum(values) / len(recent) for values in zip(*recent))
     row = dict(step=step, loss=round(loss, 5), lr=lr, grad_norm=round(norm, 4), ms=round(1000 * seconds, 2),
                tok_per_s=round(batch_size * seq_len / seconds), memory=torch.cuda.max_memory_allocated())
@@ -270,27 +270,33 @@ def save(path, model, parallel, **about):
         save_checkpoint(path, model, **about)
 
 
-def load_weights(path, record, model):
-    """Copies the weights of a checkpoint into the model. Raises UserError if another model was trained."""
-    theirs, ours = vars(ModelConfig(**record["config"])), vars(model.config)   # a newer setting has its default there
+def load_weights(path, record, model, text=None):
+    """Copies the weights of a checkpoint into the model. Raises UserError if it is of another model, or if a text is
+    given and the checkpoint is of another one."""
+    # A setting that is newer than the checkpoint has its default.
+    theirs, ours = vars(ModelConfig(**record["config"])), vars(model.config)
     if VOCABULARY.get(record.get("tokenizer")) != ours["vocab_size"]:
         raise UserError(f"{path} reads {record.get('tokenizer')} tokens, but {data} holds others; prepare that text "
                         f"again with --tokenizer {record.get('tokenizer')} and another --out")
     free = "seq_len", "block_len", "detach_prefix"                             # no weight depends on these
     if other := [f"{k}={v}" for k, v in theirs.items() if v != ours[k] and k not in free]:
         raise UserError(f"{path} was trained with {', '.join(other)}; add its config file or these settings")
-    if record["model"].keys() != model.state_dict().keys():
-        raise UserError(f"{path} holds other weights than this model: use the revision or the fork that made it")
+    if text and record.get("text", text) != text:
+        raise UserError(f"{path} was trained on another text than that of {data}: give --data=FOLDER of the former, or "
+                        f"begin with --init_from={shlex.quote(path)} --out_dir=FOLDER to train it on the latter")
     model.load_state_dict(record["model"])
 
 
 def lowest_validation(path):
-    """The validation loss of the weights in best.pt, and their step. (infinity, 0) if there is no such file, or if that
-    validation cannot be compared with this run's: it took other sequences or other noise."""
-    record = load_checkpoint(path) if os.path.exists(path) else {}
-    deciding = "seq_len", "block_len", "eval_sequences", "eval_samples", "seed"
-    comparable = all(record.get("settings", {}).get(name) == globals()[name] for name in deciding)
-    return (record.get("val_loss", math.inf), record["step"]) if comparable else (math.inf, 0)
+    """The validation loss of the weights in best.pt, and their step. (infinity, 0) if there is no such file. Raises
+    UserError if that validation cannot be compared with this run's: it took other sequences or other noise."""
+    record = (load_checkpoint(path, "settings", "val_loss") if os.path.exists(path) else
+              dict(settings=globals(), val_loss=math.inf, step=0))
+    for name in ("seq_len", "block_len", "eval_sequences", "eval_samples", "seed"):
+        if record["settings"].get(name) != globals()[name]:
+            raise UserError(f"{path} has the best weights at {name}={record['settings'].get(name)}; rename it, so that "
+                            f"a validation at {name}={globals()[name]} does not replace it")
+    return record["val_loss"], record["step"]
 
 
 def result(val_loss, val, val_data, train_data):
@@ -300,8 +306,8 @@ def result(val_loss, val, val_data, train_data):
             f"{bits_per_byte(val_loss, val.numel(), n_bytes):.3f} bits per byte, on {val.numel():,} tokens")
     if train_data.tokenizer == "bytes":
         # Counts from at most 20M bytes, which takes 0.5 GB of memory.
-        base = byte_baselines(train_data.sequences(seq_len, 2 * 10 ** 7 // seq_len), val)
-        text += f"\nbaselines, same text: byte bigram {base['bigram']:.3f}, unigram {base['unigram']:.3f} bits per byte"
+        bigrams = byte_bigrams(train_data.sequences(seq_len, 2 * 10 ** 7 // seq_len), val)
+        text += f"\nbaseline, same text: byte bigrams {bigrams:.3f} bits per byte"
     return text
 
 
@@ -311,44 +317,41 @@ def result(val_loss, val, val_data, train_data):
 def take_settings(path, saved, given):
     """
     Gives this run the settings of the checkpoint that it continues. saved: those in the checkpoint. given: the names of
-    those given to this run. Returns what changes, for a message. Raises UserError for another text. What counts:
+    those given to this run. Returns what changes, for a message. What counts:
 
       out_dir, resume    this run's own: the checkpoint may have been moved
       init_from          the saved one, also if one is given: what the run began with
-      data               the saved one; another one is refused
       all others         the given one, else the saved one, else (a setting that is new in this revision) the default
     """
-    if "data" in given and os.path.realpath(data) != os.path.realpath(saved["data"]):
-        raise UserError(f"{path} was trained on {saved['data']}, not on {data}: leave data out to continue with that "
-                        f"text, or begin with --init_from={shlex.quote(path)} --out_dir=FOLDER to train its weights on "
-                        f"another; if it has moved, make {saved['data']} a link to it (ln -s)")
     ours = settings_of(globals())
     # `fit` gives each value the type of this revision's default, or refuses it.
     saved = {k: fit(k, v, ours[k], path) for k, v in saved.items() if k in ours.keys() - {"out_dir", "resume"}}
-    changed = [k for k, v in saved.items() if k in given and k not in ("init_from", "data") and v != ours[k]]
+    changed = [k for k, v in saved.items() if k in given and k != "init_from" and v != ours[k]]
     globals().update({k: v for k, v in saved.items() if k not in changed})
     return "".join(f", {k}: {saved[k]} -> {ours[k]}" for k in changed)
 
 
 def check_settings():
     """Raises UserError, before any file is written, for settings that cannot work. Some are bounds of others: min_lr is
-    at most learning_rate, t_min at most t_max."""
-    check(globals(), least=dict(batch_size=1, micro_batch_size=0, max_iters=1, min_lr=0, grad_clip=0, seed=0,
-                                eval_interval=1, eval_sequences=0, eval_samples=1, log_interval=1, short_len=1),
-          most=dict(min_lr=learning_rate, t_min=t_max, t_max=1, seed=2 ** 62), above=dict(learning_rate=0, t_min=0))
+    at most learning_rate, warmup_iters below max_iters, t_min at most t_max."""
+    check(globals(), least=dict(batch_size=1, micro_batch_size=0, max_iters=1, min_lr=0, weight_decay=0, grad_clip=0,
+                                seed=0, eval_interval=1, eval_sequences=0, eval_samples=1, log_interval=1, short_len=1),
+          most=dict(min_lr=learning_rate, warmup_iters=max_iters - 1, t_min=t_max, t_max=1, seed=2 ** 62),
+          above=dict(learning_rate=0, t_min=0))
     # A full-sequence model takes short_len as its one block.
     if short_iters and (seq_len % short_len or (block_len < seq_len and short_len % block_len)):
         raise UserError(f"short_len must divide seq_len ({seq_len}) into whole blocks, but is {short_len}")
-    if warmup_iters >= max_iters:
-        raise UserError(f"warmup_iters ({warmup_iters}) must be below max_iters ({max_iters}); add --warmup_iters=0")
 
 
-def make_folder():
-    """Makes out_dir. Raises UserError if it holds a run, which would be overwritten without --resume."""
+def make_folder(rank):
+    """Makes out_dir. Raises UserError if it holds a run, which would be overwritten without --resume, or if another
+    process trains there. Keep what this returns, see `lock`."""
     os.makedirs(out_dir, exist_ok=True)
     if not resume and (found := {"ckpt.pt", "best.pt", "log.jsonl"} & {*os.listdir(out_dir)}):
         how = "add --resume to continue it, " if "ckpt.pt" in found else ""
         raise UserError(f"{out_dir} holds a run; {how}move it away, or choose another --out_dir")
+    if rank == 0:
+        return lock(os.path.join(out_dir, ".lock"), f"another training writes to {out_dir}; choose another --out_dir")
 
 
 if __name__ == "__main__":

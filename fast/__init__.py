@@ -2,10 +2,11 @@
 Everything that exists only for speed. The repository works without this folder, but runs slower.
 
   select             on a GPU, puts faster functions of the same signatures into ops.FAST
-  training           Triton kernels: scan.py, conv.py and mixer.py (Mamba layers), two_stream.py (attention);
-                     cross_entropy.py (head and loss)
+  training           Triton kernels: scan.py, conv.py, mixer.py (Mamba layers); FlexAttention: two_stream.py;
+                     torch.compile: cross_entropy.py (head and loss)
   generation         inference.py prepares a model's weights, engine.py records steps as CUDA graphs on a GPU; Triton
-                     kernels: scan_block.py, cached_attention.py, step.py; block_ops.py: the engines' operations
+                     kernels: scan_block.py, conv.py, cached_attention.py, step.py; block_ops.py: the engines'
+                     operations
   mamba_ssm.py       another backend, as a check
 
 Every kernel is tested against a plain twin.
@@ -29,7 +30,7 @@ def select(device, training=True):
     ops.FAST.update({
         # for whole sequences: training, and reading prompts
         "Mamba2.forward": mixer.mamba2_forward,         # its kernels run where gradients are wanted
-        "Mamba2.project": mixer.mamba2_project,         # elsewhere
+        "Mamba2.project": mixer.mamba2_project,         # in the plain Mamba2.forward
         "ssd_scan": scan.ssd_scan, "causal_conv": conv.causal_conv, "gated_norm": mixer.gated_norm,
         # for single blocks: generation
         "cached_attention": cached_attention.cached_attention,

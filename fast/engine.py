@@ -80,7 +80,7 @@ class FastEngine:
         if self.graphs:
             self.graphs[self.has_pending].replay()
         else:
-            self.denoise(self.has_pending)
+            self.work(self.has_pending)
         self.has_pending = False
         self.passes += 1
 
@@ -97,9 +97,9 @@ class FastEngine:
             self.has_pending = False
             self.passes += 1
 
-    def denoise(self, commit):
-        """The work of one step, plain or recorded. The last layer computes only the positions `at` that the step
-        reveals; at is None when they are not known beforehand."""
+    def work(self, commit):
+        """What one step launches, at once or while a graph records it. The last layer computes only the positions `at`
+        that the step reveals; at is None when they are not known beforehand."""
         model, block, at = self.model, self.block, self.block.next_in_order()
         t = block.noise_level() if model.config.time_conditioning else None
         if commit:
@@ -120,7 +120,7 @@ class FastEngine:
         # and the embedding would fail on them: then the kernels are compiled below, one after another.
         if "cached_attention" in ops.FAST and self.block.next_in_order() is not None:
             from fast.triton_tools import compile_first
-            compile_first(lambda: [self.denoise(commit) for commit in kinds])
+            compile_first(lambda: [self.work(commit) for commit in kinds])
         self.block.start(self.block.xt.clone(), self.begin)
         for commit in kinds:
             graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -128,12 +128,12 @@ class FastEngine:
             with torch.cuda.stream(side):
                 for _ in range(2):                      # the first run compiles and tunes
                     self.cache.clear()
-                    self.denoise(commit)
+                    self.work(commit)
             torch.cuda.current_stream().wait_stream(side)
             self.cache.clear()
             # If the recording fails, its stream stays the current one; the outer context restores ours.
             with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
-                self.denoise(commit)
+                self.work(commit)
             self.graphs[commit] = graph
             self.cache.clear()
             graph.replay()                              # the first replay uploads the graph

@@ -40,7 +40,7 @@ def linear_in_parts(x, weight, ways=1):
     return y.view(parts, *x.shape[:-1], -1)
 
 
-def pick(x, at):
+def select_at(x, at):
     """As decoders.select, x (b, l, ...) -> (b, m, ...), by a gather, which is one short kernel. at None: all of x."""
     if at is None:
         return x
@@ -81,7 +81,7 @@ class InferenceAttention:
         v = qkv[:, :, 2]                                                       # (b, l, h, e) each
         if commit and last:
             q, k, v, lengths = (x[len(u) // 2:] for x in (q, k, v, lengths))
-        q, k, v = (x.transpose(1, 2) for x in (pick(q, at), k, v))             # (b, h, m or l, e) each
+        q, k, v = (x.transpose(1, 2) for x in (select_at(q, at), k, v))             # (b, h, m or l, e) each
         y = block_ops.cached_attention_pairs(q, k, v, *state, lengths, u.size(1))  # (b, h, m, e)
         return linear_in_parts(y.transpose(1, 2).flatten(2), self.mixer.out_proj.weight), None
 
@@ -118,10 +118,10 @@ class InferenceMamba:
         b = len(u) // 2 if commit else 0                # finished blocks
         if self.mixer.reverse_scan and state[0].size(1) <= u.size(1) <= block_ops.SCAN_ROW:
             y, power = (x[b if last else 0:] for x in self.scan(u, *state, commit))
-            return linear_in_parts(pick(y, at).flatten(2), self.w_out, ways=2), pick(power, at)
+            return linear_in_parts(select_at(y, at).flatten(2), self.w_out, ways=2), select_at(power, at)
         # A Mamba mixer takes neither lengths nor rope.
         clean = [self.mixer.extend(u[:b], state, None, None, u.size(1))] if commit else []
-        noisy = pick(self.mixer.denoise(u[b:], state, None, None), at)
+        noisy = select_at(self.mixer.denoise(u[b:], state, None, None), at)
         return (noisy if last else torch.cat([*clean, noisy]))[None], None
 
     def scan(self, u, conv, ssm, commit):
@@ -189,7 +189,7 @@ class InferenceLayer(Layer):
         parts, power = self.fused.step(u, state, lengths, rope, at, commit, last)
         if commit and last:
             h, mod = h[len(h) // 2:], self.modulation(cond)
-        return self.add(pick(h, at), parts, power, mod)
+        return self.add(select_at(h, at), parts, power, mod)
 
     def modulation_of_both(self, cond_noisy):
         """Modulation of m clean rows followed by m noisy rows, for cond_noisy (m, 1, d) or None (folded)."""

@@ -36,7 +36,7 @@ def no_flash():
     try:
         version = importlib.metadata.version("flash-attn-4")
     except importlib.metadata.PackageNotFoundError:
-        return "faster"
+        return "faster"                                 # completes "flex (faster: pip install ...)"
     if TorchVersion(version) < LEAST_FLASH:             # parses any version
         return f"flash-attn-4 {version} is too old"
     try:

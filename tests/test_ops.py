@@ -86,10 +86,9 @@ def test_philox_gives_the_words_that_its_authors_publish():
 def test_draws_of_all_streams_positions_steps_blocks_and_seeds_are_independent_and_uniform():
     n = 400
     zero, count, first = torch.zeros(n, dtype=torch.long), torch.arange(n), torch.zeros(1, dtype=torch.long)
-    u = torch.stack([
-        *(ops.uniform(n, stream, first, first, first)[0] for stream in (-1, -2)),
-        ops.uniform(1, -1, count, zero, zero)[:, 0], ops.uniform(1, -1, zero, count, zero)[:, 0],
-        ops.uniform(1, -1, zero, zero, count)[:, 0], ops.uniform(1, -1, count << 32, zero, zero)[:, 0]])
+    keys = (count, zero, zero), (zero, count, zero), (zero, zero, count), (count << 32, zero, zero)
+    u = torch.stack([*(ops.uniform(n, stream, first, first, first)[0] for stream in (-1, -2)),
+                     *(ops.uniform(1, -1, *key)[:, 0] for key in keys)])
     assert (u > 0).all() and (u < 1).all() and len(u[:, 1:].unique()) == 6 * (n - 1)
     assert len((u * 2.0 ** 52 % 2 ** 20).unique()) > 2300, "the lowest of 52 bits are random, too"
     assert (u.mean(1) - 0.5).abs().max() < 0.06 and (u.var(1) - 1 / 12).abs().max() < 0.01

@@ -1,4 +1,5 @@
 """Training: exact resume, any number of processes, AdamW, weights of another block length. Tiny models and texts."""
+import os
 import shutil
 
 import numpy as np
@@ -6,7 +7,7 @@ import pytest
 import torch
 
 from checkpoint import load_checkpoint
-from configurator import UserError
+from configurator import UserError, lock
 from conftest import EIGHT_STEPS, NOISE, make_model, module_of, run_train as run, start_ranks, state_of
 from data import TokenData
 from model import BlockDiffusionLM, ModelConfig
@@ -50,7 +51,7 @@ def test_a_run_by_the_default_settings_logs_and_says_what_is_written_down_here(c
     assert [row["loss"], row["grad_norm"], last["val_loss"]] == pytest.approx([5.24272, 2.2667, 4.86301], abs=1e-4)
     assert row["tok_per_s"] * row["ms"] == pytest.approx(2 * 256 * 1000, rel=1e-3)
     # 768 tokens are 765 bytes.
-    assert "perplexity 129.41, 7.043 bits per byte, on 768 tokens\nbaselines, same text: byte bigram 2.328" in (
+    assert "perplexity 129.41, 7.043 bits per byte, on 768 tokens\nbaseline, same text: byte bigrams 2.328" in (
         capsys.readouterr().out)
 
 
@@ -202,25 +203,31 @@ def test_resume_takes_its_settings_from_the_checkpoint_and_the_command_line_wins
 
 
 def test_resume_refuses_another_text_and_keeps_the_checkpoint(copied, corpus, tmp_path):
-    before, argv = (copied / "ckpt.pt").read_bytes(), ["--resume", f"--out_dir={copied}"]
-    other = shutil.copytree(corpus, tmp_path / "other")
-    with pytest.raises(UserError, match=f"was trained on {corpus}, not on .*other: leave data out .* or begin with "
-                                        f"--init_from=.*ckpt.pt --out_dir=FOLDER"):
-        run([*argv, f"--data={other}"])
+    moved, argv = shutil.copytree(corpus, tmp_path / "moved"), ["--resume", f"--out_dir={copied}"]
+    before, text = (copied / "ckpt.pt").read_bytes(), (moved / "val.bin").read_bytes()
+    (moved / "val.bin").write_bytes(b"\1\0" + text[2:])        # as many tokens
+    with pytest.raises(UserError, match=f"ckpt.pt was trained on another text than that of {moved}: give --data=FOLDER of "
+                                        "the former, or begin with --init_from=.*ckpt.pt --out_dir=FOLDER"):
+        run([*argv, f"--data={moved}"])
+    with lock(copied / ".lock", ""), pytest.raises(UserError, match="another training writes to"):
+        run([*argv, "--max_iters=9"])
     assert (copied / "ckpt.pt").read_bytes() == before
-    (tmp_path / "link").symlink_to(other)
-    change_checkpoint(copied / "ckpt.pt", data=str(tmp_path / "link"))         # the text has moved
-    run([*argv, f"--data={other}/", "--max_iters=9"])
+    (moved / "val.bin").write_bytes(text)
+    run([*argv, f"--data={moved}/", "--max_iters=9"])
     assert state_of(copied)["step"] == 9
 
 
-@pytest.mark.parametrize("more, best", [([], 8), (["--eval_sequences=2"], 9), (["--seq_len=16"], 9), (["--seed=2"], 9)])
-def test_the_record_of_best_is_of_one_validation(copied, capsys, more, best):
+@pytest.mark.parametrize("more", [[], ["--eval_sequences=2"], ["--seq_len=16"], ["--seed=2"]])
+def test_the_record_of_best_is_of_one_validation(copied, capsys, more):
     """Its losses are compared only if the same sequences were scored with the same noise."""
-    losses = iter([100, 99])                            # at steps 8 and 9, worse than all before
+    losses, best = iter([100, 99]), 9 if more else 8    # at steps 8 and 9, worse than all before
 
     def patch(module):
         module.nelbo_sums = lambda model, x, *rest, **more: np.full((len(x), 2, 3), next(losses) * x.size(1))
+    if more:
+        with pytest.raises(UserError, match="best.pt has the best weights at (.*)=.*; rename it, so that .* at "):
+            run(["--resume", f"--out_dir={copied}", "--max_iters=9", *more], patch)
+        os.rename(copied / "best.pt", copied / "before.pt")
     run(["--resume", f"--out_dir={copied}", "--max_iters=9", *more], patch)
     assert load_checkpoint(copied / "best.pt")["step"] == best
     assert f"validation was lowest at step {best} (" in capsys.readouterr().out.splitlines()[-1]

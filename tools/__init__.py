@@ -1,25 +1,11 @@
 """
 Commands beside the model: each file is one, `python -m tools.NAME`; questions.py belongs to `python eval.py --tasks`.
 eval.py, data.py and checkpoint.py start three of them; no other code needs any. Here is what several of them share:
-the look of tables and pictures, and a folder's lock.
+the look of tables and pictures.
 """
 import contextlib
-import fcntl
 
-from configurator import UserError, write_file
-
-
-def lock(path, refusal):
-    """Opens the file `path`, which is made if it is missing, and locks it until it is closed or the process ends. Keep
-    the file that this returns: Python closes a file that nothing refers to. Raises UserError(refusal) if another
-    process has locked it."""
-    file = open(path, "a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if isinstance(error, BlockingIOError):          # else a file system without locks
-            raise UserError(refusal) from None
-    return file
+from configurator import write_file
 
 
 def print_table(rows, columns):

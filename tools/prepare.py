@@ -32,9 +32,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from configurator import UserError, check, script, write_file
+from configurator import UserError, check, lock, script, write_file
 from data import VOCABULARY, TokenData, encode, get_tokenizer, prepare_stdlib, read_meta, write_meta
-from tools import lock
 
 HUB = {                             # what `python data.py NAME` downloads: repository, revision, files, split
     "dclm": ("mlfoundations/dclm-baseline-1.0", "a3b142c183aebe5af344955ae20836eb34dcf69b",
@@ -362,7 +361,9 @@ def hub_sources(name, out, local):
     names = sorted(file for file in held if re.fullmatch(wanted, file))
     if not names:
         raise UserError(f"{local or repo} holds no file that matches {wanted}; it holds {sorted(held)[:5]}")
-    return [Source(split, file) for file in names], repo, revision, fetch
+    # Versions of the hub's files differ by the revision, those of local ones by size and time.
+    stat = lambda file: ((found := os.stat(fetch(file))).st_size, found.st_mtime_ns) if local else ()
+    return [Source(split, file, *stat(file)) for file in names], repo, revision, fetch
 
 
 # ----------------------------------------------------------------------------------------------
@@ -420,6 +421,8 @@ def prepare_text(args):
     args.tokens, about = int(args.tokens or 0), ["local files"]
     if args.command == "text":
         sources = local_sources(args.paths, "train") + local_sources(args.val, "val")
+        if len({os.path.realpath(source.name) for source in sources}) < len(sources):
+            raise UserError("a file is named twice, perhaps as text to train on and with --val: name each once")
         if not sources:
             raise UserError("no files: name some, as in python data.py text PATH... --out DIR")
     else:

@@ -6,6 +6,7 @@ Prints and draws what `python eval.py --decoders` found: bits per byte against t
     python -m tools.prices --files=assets/frontier.json --rules=strided --out=assets/frontier.png
 """
 import json
+import math
 
 from configurator import UserError, check, script
 from tools import picture, print_table
@@ -39,15 +40,18 @@ def main():
     lines, texts = {}, {row["text"] for row in rows}
     for row in rows:
         rule = row["decoder"].partition(":")[0]
-        parts = [row["text"]] * (len(texts) > 1) + [row["model"]] + [rule] * ([rule] != rules)
+        parts = [row["file"]] * (len(files) > 1) + [row["text"]] * (len(texts) > 1)
+        parts += [row["model"]] + [rule] * ([rule] != rules)
         if not rules or rule in rules:
             lines.setdefault(", ".join(parts), []).append(row)
+    if not lines:
+        raise UserError(f"--files has no decoder of --rules={','.join(rules)}")
     title = ", ".join([*sorted(t.removeprefix("data/") for t in texts), *rules, "bars: standard error over the text"])
     with picture(out, title=title, ylabel="bits per byte", xlabel="tokens a step") as ax:
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter("{x:g}")
         for label, line in lines.items():
-            x, y, error = zip(*((row["block_len"] / row["passes"], row["bpb"], row["bpb_se"]) for row in line))
+            x, y, error = zip(*((r["block_len"] / r["passes"], r["bpb"], r["bpb_se"] or math.nan) for r in line))
             ax.errorbar(x, y, error, fmt="o-", ms=3, capsize=2, label=label)
 
 

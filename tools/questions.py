@@ -18,7 +18,7 @@ import torch
 
 from configurator import UserError
 from data import batches
-from nelbo import gather, masked_cross_entropy
+from nelbo import masked_cross_entropy, sum_over_ranks
 from parallel import progress
 
 CHANCE = "Chance: hellaswag, arc_easy, arc_challenge 0.25; piqa, winogrande, boolq 0.5; the mean of all six 0.375."
@@ -108,7 +108,7 @@ def score_pairs(model, pairs, budget, parallel):
                 greedy[number] = token[best] == texts[number][at[best]]
                 left[number].remove(at[best])
         left = {number: masked for number, masked in left.items() if masked and greedy[number]}
-    return gather(parallel, np.stack([score, greedy]))
+    return sum_over_ranks(parallel, np.stack([score, greedy]))
 
 
 # ----------------------------------------------------------------------------------------------

@@ -31,11 +31,11 @@ import torch
 
 import eval as evaluation
 import train
-from configurator import UserError, check, configure, script, settings_of, write_file
+from configurator import UserError, check, configure, lock, script, settings_of, write_file
 from data import TokenData
 from paper import MODELS, RESULTS, kind_of
 from parallel import ROOT, hardware, pick_device
-from tools import lock, picture, print_table
+from tools import picture, print_table
 from tools.loss import read_log
 
 # ----------------------------------------------------------------------------------------------
@@ -85,6 +85,8 @@ class Run:
                            f"--checkpoint={self.folder / 'ckpt.pt'}", f"--out={self.folder / 'eval.json'}"]
         self.eval_settings = settings_of(vars(evaluation))
         configure(self.eval_settings, self.eval_words, "eval_settings")
+        if self.eval_settings["decoders"]:
+            raise UserError("eval_settings: a sweep compares the NELBO of texts; leave decoders out")
 
     def log(self):
         """The rows of log.jsonl so far, see `read_log`."""
@@ -252,6 +254,8 @@ def show(results):
     for text, found in by_text(results).items():
         print(f"\n{text}, {len(found[0]['nats'])} windows")
         print_table(found, TEXT)
+        if len({figures["sha256"] for figures in found}) > 1:
+            print("these runs were not evaluated on the same windows: do not compare their figures")
         print("difference in NELBO, paired by window")
         print_table([row for row in differences(results) if row["text"] == text], DIFFERENCES)
 

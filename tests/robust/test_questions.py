@@ -12,7 +12,7 @@ from checkpoint import open_checkpoint, save_checkpoint
 from configurator import UserError
 from conftest import eval_record, make_model, module_of, script, with_harness
 from data import TokenData, get_tokenizer
-from nelbo import gather, masked_cross_entropy
+from nelbo import masked_cross_entropy, sum_over_ranks
 from parallel import Parallel
 from test_eval import decoded, one_rank, sums_of
 from tools.loss import read_log
@@ -56,9 +56,9 @@ def test_logits_and_log_sum_exp_are_fp32_whatever_the_model_runs_in():
 
 def test_each_checkpoint_and_text_is_a_line_and_everything_one_line_of_json(corpus, checkpoints, tmp_path):
     out = tmp_path / "new" / "eval.json"
-    status, printed, _ = script(
-        "eval.py", f"--checkpoint={checkpoints[0]},{os.path.dirname(checkpoints[1])}", f"--data={corpus}", "--mc=2",
-        "--stratified", f"--out={out}", "--sequences=20", "--seed=5", "--device=cpu")
+    names = f"{checkpoints[0]},{os.path.dirname(checkpoints[1])}"
+    status, printed, _ = script("eval.py", f"--checkpoint={names}", f"--data={corpus}", "--mc=2", "--stratified",
+                                f"--out={out}", "--sequences=20", "--seed=5", "--device=cpu")
     assert status == 0
     *lines, last = printed.splitlines()
     record = json.loads(last)
@@ -144,6 +144,6 @@ def test_what_the_adapter_cannot_do_is_a_sentence(checkpoints, task, kind, messa
 
 
 def test_likelihoods_are_added_in_fp64_and_refused_if_they_are_not_finite():
-    assert gather(Parallel("cpu"), np.array([2.0 ** 24 + 1])) == 2 ** 24 + 1
+    assert sum_over_ranks(Parallel("cpu"), np.array([2.0 ** 24 + 1])) == 2 ** 24 + 1
     with pytest.raises(UserError, match="training failed"):
-        gather(types.SimpleNamespace(sum=lambda x: x), np.array([1.0, np.nan]))
+        sum_over_ranks(types.SimpleNamespace(sum=lambda x: x), np.array([1.0, np.nan]))

@@ -47,7 +47,7 @@ def test_the_sum_over_blocks_interpolates_between_the_timed_prefixes(monkeypatch
     engine = bench.open_engine("simple", model)[1](model, cache, bench.Sampler([0], "random", mask_id=257), 16)
     timed = lambda block, *rest, in_a_row: (float(block.args[0]), 0.1, 0.0)
     monkeypatch.setattr(bench, "measure", timed)
-    assert bench.blocks_seconds(engine, model, 5) == (0 + 16 + 32 + 48 + 64, 0.1)
+    assert bench.blocks_seconds(engine, 5) == (0 + 16 + 32 + 48 + 64, 0.1)
 
 
 def test_a_full_sequence_model_is_timed_by_the_step(capsys, tmp_path):

@@ -149,6 +149,8 @@ def test_one_command_prepares_each_data_set_and_stops_at_its_budget(tmp_path, na
     assert f"{out}: {prepare.HUB[name][0]} a local copy" in printed and "'Document 0: naïve" in printed
     assert f"{split}: {found.n_tokens:,} tokens, 71 documents" in printed
     assert f"{1 - 71 / found.n_tokens:.3f} bytes per token" in printed
+    write_jsonl(tmp_path / "hub" / LAYOUT[name].format(0), documents(["another copy"]))
+    assert "was made from" in script("data.py", *arguments)[2]
 
 
 def files_of(folder):

@@ -8,10 +8,9 @@ from tools import quality
 
 
 def test_every_model_decoder_and_temperature_is_a_row_beside_real_text(corpus, checkpoints, tmp_path):
-    _, table, _ = script(
-        "tools/quality.py", f"--checkpoints={','.join(checkpoints)}", f"--data={corpus}", "--n_prompts=5",
-        "--prompt_len=12", "--length=20", "--decoders=random:2,threshold:0.5", "--temperatures=0.5,1", "--device=cpu",
-        f"--out={tmp_path}/quality.json")
+    _, table, _ = script("tools/quality.py", f"--checkpoints={','.join(checkpoints)}", f"--data={corpus}", "--n_prompts=5",
+                         "--prompt_len=12", "--length=20", "--decoders=random:2,threshold:0.5", "--temperatures=0.5,1",
+                         "--device=cpu", f"--out={tmp_path}/quality.json")
     real, *rows = json.loads((tmp_path / "quality.json").read_text())["rows"][:5]
     assert [(row["decoder"], row["temperature"]) for row in rows] == [
         ("random:2", 0.5), ("random:2", 1.0), ("threshold:0.5", 0.5), ("threshold:0.5", 1.0)]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from configurator import UserError, configure
+from configurator import UserError, configure, lock
 from conftest import ROOT, TINY, Child, module_of
 from paper import MODELS
-from tools import lock, sweep
+from tools import sweep
 from tools.loss import read_log
 
 
@@ -47,9 +47,8 @@ def sweep_with(*argv):
 
 def grid(config, out):
     """A sweep of three runs: two learning rates, and one that fails."""
-    return sweep_with(
-        f"--runs=['{config} learning_rate=1e-5', '{config} learning_rate=3e-2', '{config} block_len=7']",
-        "--runs_per_gpu=2", f"--out_dir={out}", "--eval_settings=mc=2 sequences=4")
+    runs = [f"{config} learning_rate=1e-5", f"{config} learning_rate=3e-2", f"{config} block_len=7"]
+    return sweep_with(f"--runs={runs}", "--runs_per_gpu=2", f"--out_dir={out}", "--eval_settings=mc=2 sequences=4")
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +153,7 @@ def test_a_folder_has_one_sweep_at_a_time(swept, config):
         grid(config, swept.folder).main()
 
 
-def test_differences_are_paired_by_window_on_each_text():
+def test_differences_are_paired_by_window_on_each_text(capsys):
     """Windows differ by nats, the two models by 0.1 on every one: the paired error is small."""
     noise = [0.0, 2.0, -1.0, 5.0]
     def row(base, offset, sha256="one", texts=("web", "novels")):
@@ -167,3 +166,5 @@ def test_differences_are_paired_by_window_on_each_text():
         ("web", "a", "b"), ("web", "a", "c"), ("web", "b", "c"), ("novels", "a", "b")]
     assert [d["difference"] for d in found] == pytest.approx([0.1, 0.3, 0.2, 0.1])
     assert all(d["se"] == pytest.approx(0, abs=1e-12) for d in found)
+    sweep.show(rows)
+    assert capsys.readouterr().out.count("do not compare their figures") == 2
