@@ -3,7 +3,7 @@ Draws how decoders unmask a text as an animated SVG: side by side, with the same
 byte, and a frame is around the active block. It repeats, and follows the viewer's light or dark mode.
 
     python -m tools.unmasking --checkpoint=assets/storyteller --temperature=0.7 --prompt="Once upon a time" \\
-        --length=176 --decoders=random:1,strided:2 --seed=11 --out=assets/unmasking.svg
+        --length=176 --decoders=random:1,strided:2 --seed=22 --out=assets/unmasking.svg
 """
 import itertools
 import math
