@@ -121,7 +121,7 @@ def check(settings, least={}, most={}, above={}, choices={}, endings={}):
              **{k: f"at most {b}" for k, b in most.items() if not settings[k] <= b},
              **{k: f"one of {', '.join(b)}" for k, b in choices.items() if settings[k] not in b},
              **{k: f"a {b} file of its own" for k, b in endings.items()
-                if not re.search(rf"^$|(?<!\bconfig)(?<!\bmeta)\{b}$", settings[k])}}
+                if not re.fullmatch(rf"(?!(.*/)?(config|meta)\.json$).*\{b}|", settings[k])}}
     for name, words in wrong.items():                   # the first one is told
         raise UserError(f"{name} must be {words}, but is {settings[name]!r}")
 

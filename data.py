@@ -152,7 +152,7 @@ def read_meta(path):
     except ValueError:                                  # no JSON
         meta = {}
     if meta.get("format") != VERSION or meta.get("tokenizer") not in VOCABULARY or "splits" not in meta:
-        raise UserError(f"{path}/meta.json is damaged, or of another format: prepare its text again (data.py --help)")
+        raise UserError(f"{path}/meta.json is damaged, or of another format: remove {path} and prepare it again")
     return meta
 
 

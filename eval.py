@@ -8,7 +8,7 @@ its standard error; and the price of decoders on real text. Question sets are in
     python eval.py --checkpoint out/a --tasks hellaswag,piqa            # pip install lm_eval==0.4.13
 
 train.py's validation takes other sequences and noise: its eval_sequences, eval_samples and seed, as --sequences, --mc
-and --seed, give its last number.
+and --seed, give its last number, if it has one folder of data.
 """
 import functools
 import hashlib
@@ -209,8 +209,8 @@ def evaluate(path, parallel, use_bf16, evaluate_tasks):
 
 
 def main(evaluate_tasks):
-    check(globals() | dict(checkpoint=len(checkpoint)), endings=dict(out=".json"),
-          least=dict(checkpoint=1, sequences=-1, mc=1, batch_size=1, seq_len=0, limit=0, seed=0))
+    check(globals() | dict(checkpoints=len(checkpoint)), endings=dict(out=".json"),
+          least=dict(checkpoints=1, sequences=-1, mc=1, batch_size=1, seq_len=0, limit=0, seed=0))
     parallel, results = Parallel(device), []
     dev, weight_dtype = parallel.device, pick_dtype(dtype, parallel.device)
     machine = dict(hardware(dev), ranks=parallel.world, dtype=str(weight_dtype), kernels=select_kernels(kernels, dev))

@@ -91,6 +91,7 @@ dist_timeout = 300                      # seconds until a late rank ends the job
 def main(given):
     """given: the settings that were given, on the command line or by its config files."""
     # 1. Settings and processes.
+    running = make_folder()                                 # noqa: F841. A file that is locked while it is open
     path, best_path = (os.path.join(out_dir, name) for name in ("ckpt.pt", "best.pt"))
     record = load_checkpoint(path, "optimizer", "settings", "step") if resume else None
     changes = take_settings(path, record["settings"], given) if resume else ""
@@ -98,7 +99,6 @@ def main(given):
     parallel = Parallel(device, dist_timeout)
     dev, say = parallel.device, functools.partial(report, parallel.rank)
     kernels_line = select_kernels(kernels, dev)
-    running = make_folder(parallel.rank)                    # noqa: F841. A file that is locked while it is open
 
     # 2. Data.
     if data == "data/stdlib" and parallel.rank == 0:
@@ -106,7 +106,8 @@ def main(given):
     parallel.barrier()                                      # the others wait for it
     train_data, val_data = (TokenData(data, split, tokenizer) for split in ("train", "val"))
     val = val_data.sequences(seq_len, eval_sequences)       # (n, s): the validation sequences
-    text = [train_data.n_tokens, val_data.n_tokens, *val_data.window(0, 8).tolist()]       # tells texts apart
+    # What tells texts apart: the number of tokens of each split, and its first eight.
+    text = [n for split in (train_data, val_data) for n in (split.n_tokens, *split.sequences(seq_len, 1)[0, :8].tolist())]
 
     # 3. Model and optimizer.
     config = ModelConfig(vocab_size=VOCABULARY[train_data.tokenizer],
@@ -332,7 +333,7 @@ def take_settings(path, saved, given):
 
 
 def check_settings():
-    """Raises UserError, before any file is written, for settings that cannot work. Some are bounds of others: min_lr is
+    """Raises UserError, before anything is read or computed, for settings that cannot work. Some are bounds of others: min_lr is
     at most learning_rate, warmup_iters below max_iters, t_min at most t_max."""
     check(globals(), least=dict(batch_size=1, micro_batch_size=0, max_iters=1, min_lr=0, weight_decay=0, grad_clip=0,
                                 seed=0, eval_interval=1, eval_sequences=0, eval_samples=1, log_interval=1, short_len=1),
@@ -343,14 +344,15 @@ def check_settings():
         raise UserError(f"short_len must divide seq_len ({seq_len}) into whole blocks, but is {short_len}")
 
 
-def make_folder(rank):
+def make_folder():
     """Makes out_dir. Raises UserError if it holds a run, which would be overwritten without --resume, or if another
-    process trains there. Keep what this returns, see `lock`."""
+    process trains there: it is asked before a checkpoint is read, which that process may replace. Keep what this
+    returns, see `lock`."""
     os.makedirs(out_dir, exist_ok=True)
     if not resume and (found := {"ckpt.pt", "best.pt", "log.jsonl"} & {*os.listdir(out_dir)}):
         how = "add --resume to continue it, " if "ckpt.pt" in found else ""
         raise UserError(f"{out_dir} holds a run; {how}move it away, or choose another --out_dir")
-    if rank == 0:
+    if os.environ.get("RANK", "0") == "0":
         return lock(os.path.join(out_dir, ".lock"), f"another training writes to {out_dir}; choose another --out_dir")
 
 

@@ -41,6 +41,8 @@ def test_at_block_length_1_every_token_is_masked_and_the_nelbo_is_the_exact_auto
     x = torch.cartesian_prod(*[torch.arange(3)] * 3)                           # all 27 sequences
     t, is_masked = model.draw_noise(x, stratum=(1, 2), t_range=(0.3, 0.7))
     assert is_masked.all() and (t == 1).all()
+    with pytest.raises(ValueError):                     # one generator for 27 rows
+        model.draw_noise(x, [torch.Generator()])
     nats = sequence_nelbo(model, x, is_masked, t)[:, NATS]
     np.testing.assert_allclose(nats, price_of(model, x, "strided:1")[0])
     assert float(torch.exp(-nats).sum()) == pytest.approx(1) and nats.std() > 0.1

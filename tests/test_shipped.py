@@ -10,7 +10,7 @@ from decoders import generate_naive
 from nelbo import NATS
 from test_eval import license_text, sums_of
 
-STORY = """Once upon a time there was a small dog named Rex. Rex liked to dig in the garden. One day he found an old key.
+STORY = b"""Once upon a time there was a small dog named Rex. Rex liked to dig in the garden. One day he found an old key.
 "What does it open?" asked his friend, a bird. They tried the shed, and inside stood a red boat. "Now we can go to the
 lake!" said Rex. They were very happy."""
 # Of each model: the NELBO of the license in nats per byte; 40 bytes after the prompt, by seed 5 and `random`; a text of
@@ -18,8 +18,7 @@ lake!" said Rex. They were very happy."""
 PROMPT = "The old house was silent, and "
 SHIPPED = {
     "novelist": (2.01729, "Cdentndon Creedhlye handed, in tetches m", license_text(), [2.6909, 3.0356, 3.2161]),
-    "storyteller": (3.12688, "to Jenry. Mia hed his mind and would nev", torch.tensor([list(STORY.encode())]),
-                    [1.3393, 1.3789, 2.2284])}
+    "storyteller": (3.12688, "to Jenry. Mia hed his mind and would nev", torch.tensor([[*STORY]]), [1.3393, 1.3789, 2.2284])}
 
 
 @pytest.fixture(scope="module", params=SHIPPED)

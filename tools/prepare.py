@@ -361,9 +361,9 @@ def hub_sources(name, out, local):
     names = sorted(file for file in held if re.fullmatch(wanted, file))
     if not names:
         raise UserError(f"{local or repo} holds no file that matches {wanted}; it holds {sorted(held)[:5]}")
-    # Versions of the hub's files differ by the revision, those of local ones by size and time.
-    stat = lambda file: ((found := os.stat(fetch(file))).st_size, found.st_mtime_ns) if local else ()
-    return [Source(split, file, *stat(file)) for file in names], repo, revision, fetch
+    # The revision tells versions of the hub's files apart, the size those of a local copy.
+    sizes = [os.path.getsize(fetch(file)) if local else 0 for file in names]
+    return [Source(split, *file) for file in zip(names, sizes)], repo, revision, fetch
 
 
 # ----------------------------------------------------------------------------------------------

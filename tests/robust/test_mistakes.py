@@ -44,7 +44,7 @@ COMMANDS = [
     ("sample.py --prompt= --prompt_file=latin", "latin is not UTF-8 (byte 3"),
     ("sample.py --prompt=caf\udce9", "surrogates not allowed"),
     ("sample.py --save_cache=ckpt.pt", "save_cache must be a .cache file of its own, but is 'ckpt.pt'"),
-    ("eval.py --out=a/config.json", "out must be a .json file of its own"), ("eval.py --checkpoint=", "at least 1"),
+    *((f"eval.py --out={name}.json", "a .json file of its own") for name in ("config", "a/meta")), ("eval.py --checkpoint=", "1"),
     ("sample.py --checkpoint=full.pt --load_cache=a.cache", "no cache to save or load"),
     ("sample.py --load_cache=nope.cache", "no saved prompt can be read from nope.cache"),
     ("eval.py --checkpoint=hf://owner/name", "huggingface_hub halted; None in sys.modules; requirements.txt says"),

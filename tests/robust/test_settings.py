@@ -35,9 +35,9 @@ def namespace(tmp_path):
     ("--learning_rate=1", "learning_rate", 1.0), ("--resume", "resume", True), ("--resume=false", "resume", False),
     ("--tasks=['x','y']", "tasks", ["x", "y"]), ("--tasks=3,x", "tasks", ["3", "x"]), ("--tasks=", "tasks", []),
     ("--batch=8,16", "batch", [8, 16]), ("--rates=2,0.5", "rates", [2.0, 0.5]), ("--only=8,x", "only", [8, "x"]),
-    ("--prompt ~/a", "prompt", "~/a"), ("--prompt=~/a", "prompt", "~/a"), ("--out_dir=~/a", "out_dir", "/home/me/a"),
-    ("--out_dir=3", "out_dir", "3"), ("--out_dir=a=b", "out_dir", "a=b"), ("--out_dir={[]}", "out_dir", "{[]}"),
-    ("--out_dir=true", "out_dir", "true")])
+    ("--prompt ~/a", "prompt", "~/a"), ("--prompt=~/a", "prompt", "~/a"),
+    ("--out_dir=~/a", "out_dir", "/home/me/a"), ("--out_dir=3", "out_dir", "3"), ("--out_dir=a=b", "out_dir", "a=b"),
+    ("--out_dir={[]}", "out_dir", "{[]}"), ("--out_dir=true", "out_dir", "true")])
 def test_a_value_is_read_in_the_type_of_its_setting(monkeypatch, namespace, flags, name, value):
     monkeypatch.setenv("HOME", "/home/me")
     assert configure(namespace, flags.split()) == {name: value}

@@ -18,7 +18,7 @@ from tools import prepare
 REFUSED = {
     "truncated": (lambda f: os.truncate(f / "train.bin", 2), "truncated: remove .* and prepare it again"),
     "an earlier format": (lambda f: edit_meta(f, format=1), "of another format"),
-    "no JSON": (lambda f: (f / "meta.json").write_text('{"format": 2,}'), "meta.json is damaged, or of another"),
+    "no JSON": (lambda f: (f / "meta.json").write_text('{"format": 2,}'), "is damaged, or of another"),
     "a misspelt tokenizer": (lambda f: edit_meta(f, tokenizer="gpt-2"), "meta.json is damaged, or of another"),
     "another tokenizer": (lambda f: edit_meta(f, tokenizer="gpt2"), "gpt2 tokens, not bytes .* with --tokenizer bytes"),
     "another split": (lambda f: edit_meta(f, splits={}), "no train split: .*python data.py --help"),
