@@ -46,7 +46,7 @@ def main():
             lines.setdefault(", ".join(parts), []).append(row)
     if not lines:
         raise UserError(f"--files has no decoder of --rules={','.join(rules)}")
-    title = " by ".join([", ".join(sorted(t.removeprefix("data/") for t in texts)), *rules]) + " (bars: standard error)"
+    title = ", decoder ".join([", ".join(sorted(t.removeprefix("data/") for t in texts)), *rules]) + " (± standard error)"
     with picture(out, title=title, ylabel="bits per byte", xlabel="tokens a step") as ax:
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter("{x:g}")

@@ -65,7 +65,8 @@ def main():
     if not files:
         raise UserError("name what to draw, files that bench.py wrote: python -m tools.throughput FILE...")
     speed, machines = read(files)
-    note = f"tokens generated; random weights, batch 1, bf16\nlines: ours, {machines}\nhollow: the paper, A100-80GB"
+    note = (f"tokens generated; random weights, batch 1, bf16\nlines: ours, {machines}; full-sequence models, and all "
+            "beyond 8K: estimated\nhollow: the paper, A100-80GB")
     with picture(f"{figures}/throughput.png", ylabel="tokens/s", xlabel=note,
                  title="Generation, 700M parameters, 16 tokens a step") as ax:
         curves(ax, speed, SAMPLE)
