@@ -88,8 +88,7 @@ def load_model(path, device="cpu", needed=()):
     if {k: x.shape for k, x in model.state_dict().items()} != shapes:
         raise UserError(f"{path} is damaged, or of a fork: its weights are not those of a model of its configuration")
     # `assign`: to draw random weights first would take as long as to read the file.
-    weights = {k: x.to(device, torch.float32) for k, x in record["model"].items()}
-    model.load_state_dict(weights, assign=True)
+    model.load_state_dict({k: x.to(device, torch.float32) for k, x in record["model"].items()}, assign=True)
     return model.eval(), record
 
 

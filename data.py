@@ -38,7 +38,8 @@ def get_tokenizer(name):
     """The tokenizer "bytes" or "gpt2" as a tiktoken.Encoding; its last id is the mask.
 
     bytes: 256 byte values, <|endoftext|> 256, <|mask|> 257. gpt2: GPT-2's ids, <|mask|> 50257.
-    Raises UserError for another name, and if GPT-2's files are neither cached nor reachable.
+    Raises UserError for another name, for a tokenizer without all bytes, and if GPT-2's files are neither cached nor
+    reachable.
     """
     if name not in VOCABULARY:
         raise UserError(f"there is no tokenizer {name!r}: choose {' or '.join(VOCABULARY)}")
@@ -53,6 +54,8 @@ def get_tokenizer(name):
                             "TIKTOKEN_CACHE_DIR to a folder in which tiktoken has cached them, or prepare text with "
                             "--tokenizer bytes, which needs none") from None
         pattern, ranks, special = base._pat_str, base._mergeable_ranks, base._special_tokens
+    if lacking := {bytes([i]) for i in range(256)} - ranks.keys():          # tiktoken would panic at such a byte
+        raise UserError(f"tokenizer {name} has no token for the byte {min(lacking)}: give it one for each of the 256")
     special = {**special, "<|mask|>": VOCABULARY[name] - 1}
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special,
                              explicit_n_vocab=VOCABULARY[name])             # asserts that this is their number

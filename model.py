@@ -615,9 +615,8 @@ class BlockDiffusionLM(nn.Module):
         weight = (1 / t).flatten()[masked // (x0.numel() // t.numel())]        # (m,): token i is in block i // l
         hidden = self.all_block_hidden(x0, xt, t).flatten(0, 1).index_select(0, masked)        # (m, d)
         target = x0.flatten().index_select(0, masked)                          # (m,)
-        total = ops.linear_cross_entropy(hidden, self.head.weight, target, weight)
         # Divided by all b * s tokens, not by the number of masked ones: so a batch's loss is the mean of its parts'.
-        return total / x0.numel()
+        return ops.linear_cross_entropy(hidden, self.head.weight, target, weight) / x0.numel()
 
     # -- generation: a cache of finished blocks and one active block --
 

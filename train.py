@@ -282,9 +282,11 @@ def load_weights(path, record, model, text=None):
     free = "seq_len", "block_len", "detach_prefix"                             # no weight depends on these
     if other := [f"{k}={v}" for k, v in theirs.items() if v != ours[k] and k not in free]:
         raise UserError(f"{path} was trained with {', '.join(other)}; add its config file or these settings")
-    if text and record.get("text", text) != text:
-        raise UserError(f"{path} was trained on another text than that of {data}: give --data=FOLDER of the former, or "
-                        f"begin with --init_from={shlex.quote(path)} --out_dir=FOLDER to train it on the latter")
+    if record["model"].keys() != model.state_dict().keys():
+        raise UserError(f"{path} holds other weights than this model: use the revision or the fork that made it")
+    # A checkpoint that does not say its text, of an earlier revision, is of the folder that its settings name.
+    if text and record.get("text", text if record["settings"]["data"] == data else "") != text:
+        raise UserError(f"{path} is of another text than {data}: give --data of its text, or begin with --init_from={path}")
     model.load_state_dict(record["model"])
 
 
@@ -295,8 +297,7 @@ def lowest_validation(path):
               dict(settings=globals(), val_loss=math.inf, step=0))
     for name in ("seq_len", "block_len", "eval_sequences", "eval_samples", "seed"):
         if record["settings"].get(name) != globals()[name]:
-            raise UserError(f"{path} has the best weights at {name}={record['settings'].get(name)}; rename it, so that "
-                            f"a validation at {name}={globals()[name]} does not replace it")
+            raise UserError(f"{path} was the best at another {name}; rename it, so that this run does not replace it")
     return record["val_loss"], record["step"]
 
 
@@ -333,8 +334,8 @@ def take_settings(path, saved, given):
 
 
 def check_settings():
-    """Raises UserError, before anything is read or computed, for settings that cannot work. Some are bounds of others: min_lr is
-    at most learning_rate, warmup_iters below max_iters, t_min at most t_max."""
+    """Raises UserError, before any work, for settings that cannot work. Some are bounds of others: min_lr is at most
+    learning_rate, warmup_iters below max_iters, t_min at most t_max."""
     check(globals(), least=dict(batch_size=1, micro_batch_size=0, max_iters=1, min_lr=0, weight_decay=0, grad_clip=0,
                                 seed=0, eval_interval=1, eval_sequences=0, eval_samples=1, log_interval=1, short_len=1),
           most=dict(min_lr=learning_rate, warmup_iters=max_iters - 1, t_min=t_max, t_max=1, seed=2 ** 62),

@@ -32,7 +32,7 @@ print(f"{len(calls)} calls of Layer.denoise")
 
 def test_what_runs_on_a_cpu_is_the_plain_model_as_it_reads():
     """A breakpoint in model.Layer.denoise stops under `python sample.py`, which draws as its settings say."""
-    done = subprocess.run([sys.executable, "-c", CHECKED_SAMPLE], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", CHECKED_SAMPLE], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     # 2 engines; 15 steps, as one of 16 tokens is known, then 16; 8 layers
     assert done.stdout.endswith(f"\n{2 * (15 + 16) * 8} calls of Layer.denoise\n")

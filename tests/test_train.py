@@ -206,8 +206,7 @@ def test_resume_refuses_another_text_and_keeps_the_checkpoint(copied, corpus, tm
     moved, argv = shutil.copytree(corpus, tmp_path / "moved"), ["--resume", f"--out_dir={copied}"]
     before, text = (copied / "ckpt.pt").read_bytes(), (moved / "val.bin").read_bytes()
     (moved / "val.bin").write_bytes(b"\1\0" + text[2:])        # as many tokens
-    with pytest.raises(UserError, match=f"ckpt.pt was trained on another text than that of {moved}: give --data=FOLDER of "
-                                        "the former, or begin with --init_from=.*ckpt.pt --out_dir=FOLDER"):
+    with pytest.raises(UserError, match=f"is of another text than {moved}: give --data of its text, or begin with --init"):
         run([*argv, f"--data={moved}"])
     with lock(copied / ".lock", ""), pytest.raises(UserError, match="another training writes to"):
         run([*argv, "--max_iters=9"])
@@ -225,7 +224,7 @@ def test_the_record_of_best_is_of_one_validation(copied, capsys, more):
     def patch(module):
         module.nelbo_sums = lambda model, x, *rest, **more: np.full((len(x), 2, 3), next(losses) * x.size(1))
     if more:
-        with pytest.raises(UserError, match="best.pt has the best weights at (.*)=.*; rename it, so that .* at "):
+        with pytest.raises(UserError, match="best.pt was the best at another .*; rename it, so that"):
             run(["--resume", f"--out_dir={copied}", "--max_iters=9", *more], patch)
         os.rename(copied / "best.pt", copied / "before.pt")
     run(["--resume", f"--out_dir={copied}", "--max_iters=9", *more], patch)

@@ -35,11 +35,15 @@ def test_a_damaged_folder_is_refused(tmp_path, case):
         data.TokenData(folder, "train", "bytes").sequences(16)
 
 
-def test_gpt2_without_its_files_is_one_sentence(monkeypatch):
+def test_gpt2_without_its_files_and_a_tokenizer_without_all_bytes_are_one_sentence(monkeypatch):
     def unreachable(name):
         raise ConnectionError("no route to host")
     monkeypatch.setattr(data.tiktoken, "get_encoding", unreachable)
     with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR .*--tokenizer bytes"):
+        data.get_tokenizer.__wrapped__("gpt2")
+    dna = data.tiktoken.Encoding("dna", pat_str=".", mergeable_ranks={b"A": 0}, special_tokens={})
+    monkeypatch.setattr(data.tiktoken, "get_encoding", lambda name: dna)
+    with pytest.raises(UserError, match="no token for the byte b'.x00'"):
         data.get_tokenizer.__wrapped__("gpt2")
 
 
