@@ -80,7 +80,7 @@ def test_the_results_are_those_of_the_json_files_and_of_the_paper():
     for (name, _, *cells), kind in zip(quality, MODELS):                # the fifth row: blocks of 1
         a, b, *old = [run["texts"][text]["ppl"] for text, runs in (("data/web_held", rows("web_87m")),
                       ("data/web", rows("paper_rates_87m"))) for run in runs if run["base"] == f"{kind}_87m"]
-        on_papers_t = " (at 0.002, `--embed_std=1`: ".join(f"{ppl:.0f}" for ppl in old) + ")" * (len(old) - 1)
+        on_papers_t = " (rate 0.002, `--embed_std=1`: ".join(f"{ppl:.0f}" for ppl in old) + ")" * (len(old) - 1)
         paper = f"{RESULTS[f'{kind}_87m']['c4'][0]:.0f}"
         assert [name, *cells] == [MODELS[kind][0], f"{(a + b) / 2:.2f} ± {abs(a - b) / 2:.2f}", on_papers_t, paper]
     for cells, (kind, (name, _)) in zip(table("| | training"), MODELS.items(), strict=True):
