@@ -44,7 +44,7 @@ def read_tensors(path, what="checkpoint", advice="make one with python train.py"
             # checksums.
             if any(part.compress_type for part in parts.infolist()) or parts.testzip():
                 raise ValueError("a part is compressed or has another checksum")
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))
     except Exception as error:                          # damaged bytes can raise any type of error
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise UserError(f"no {what} can be read from {path} ({why}); {advice}") from error

@@ -137,7 +137,8 @@ def write_meta(out, source, revision, tokenizer, splits, skipped=0, made_from=No
     """Writes meta.json, which marks the folder as finished. The tokens must be on disk.
 
     splits: {split: dict(tokens=, documents=, utf8_bytes=)}.
-    source, revision: where the text comes from. made_from: tells whether it is still the same.
+    source, revision: where the text comes from. made_from: a digest of sources and options, by which
+    tools/prepare.py knows its own unfinished folder.
     skipped: the number of bad documents.
     """
     meta = dict(format=VERSION, source=source, revision=revision, tokenizer=tokenizer,

@@ -1,6 +1,6 @@
 """
-Which masked tokens a denoising step reveals. All engines share these rules. First a rule chooses p = `tokens_per_step`
-positions, or a number that depends on the logits; then a token is drawn at each of them and stays.
+Which masked tokens a denoising step reveals. All engines (sample.py, fast/) share these rules. First a rule chooses p =
+`tokens_per_step` positions, or a number that depends on the logits; then a token is drawn at each of them and stays.
 
   random         the next p positions of a random permutation. p = 1, with a model that takes no t, draws exactly from
                  the distribution whose -log the loss bounds: one token after the other, in a uniformly random order.

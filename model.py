@@ -440,7 +440,8 @@ class Layer(nn.Module):
 
 class BlockDiffusionLM(nn.Module):
     """
-    One of the four models. forward(x0) is the training loss. new_cache, prefill (or commit) and denoise generate.
+    One of the four models. forward(x0) is the training loss; new_cache, prefill (or commit) and denoise_hidden are for
+    generation.
 
     Initialisation
       embedding                        N(0, embed_std)
@@ -458,8 +459,8 @@ class BlockDiffusionLM(nn.Module):
         super().__init__()
         self.config = config
         d = config.d_model
-        # As nn.Embedding(vocab_size, d), but without its draw on "meta", where that would import sympy, for seconds.
-        # Elsewhere the draw stays, although init_weights replaces it: without it a seed would give other weights.
+        # As nn.Embedding(vocab_size, d), but without its draw on "meta" (load_model, paper.py: shapes without memory),
+        # where that would import sympy, for seconds. Elsewhere the draw stays: without it a seed gives other weights.
         weight = torch.empty(config.vocab_size, d)
         self.embed = nn.Embedding.from_pretrained(weight if weight.is_meta else weight.normal_(), freeze=False)
         self.time = TimestepEmbedding(d)

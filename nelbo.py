@@ -34,10 +34,10 @@ def noise_generators(seed, numbers):
 def training_noise(x0, n_blocks, seed, step, rows, batch_size, stratified):
     """
     Arguments of draw_noise for `rows` of the batch_size rows of a training step, as a dict. They are a function of
-    (seed, step, row). x0: the sequences (m, s) of these rows, of n_blocks blocks each. A row is one sequence, or, while
-    training is on short ones, is cut into several, which draw one after the other from the row's generator. stratified:
-    with n blocks in the whole step, the range of t is cut into n equal parts, and each block draws its t from a
-    part of its own, in a random order.
+    (seed, step, row). x0: the sequences (m, s) of these rows, of n_blocks blocks each. A row is one sequence; in the
+    first short_iters steps of train.py it is cut into several, which draw one after the other from the row's generator.
+    stratified: with n blocks in the whole step, the range of t is cut into n equal parts, and each block draws its t
+    from a part of its own, in a random order.
     """
     per_row = len(x0) // len(rows)                      # sequences of a row
     generators = noise_generators(seed, [step * batch_size + row for row in rows])
@@ -97,7 +97,7 @@ def nelbo_sums(model, x, parallel, autocast, seed, mc, stratified=False, batch_s
         for rows in batches(mine, batch_size):
             x0 = x[rows].to(parallel.device)
             for j in range(mc):
-                # Sample j of sequence `row`: fewer samples or fewer sequences draw the same noise.
+                # The generator of sample j of sequence `row` depends on neither mc nor the number of sequences.
                 generators = noise_generators(seed, [j * 2**32 + row for row in rows])
                 t, is_masked = model.draw_noise(x0, generators, (j, mc) if stratified else (0, 1))
                 with autocast():

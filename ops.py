@@ -280,9 +280,9 @@ def cached_attention(q, k, v, k_cache, v_cache, lengths, block_len):
     its own, and all of its own block.
 
     q, k, v (b, h, m, e): m new tokens in whole blocks of block_len. If they are a single block, q may be only some of
-    its queries, since all of them see the same keys. k_cache, v_cache (b, h, max_len, e); lengths (b,) int64: row i
-    sees the first lengths[i] positions of the cache. The rest may hold anything finite: it gets weight 0, but 0 times
-    NaN is NaN. Returns the shape of q.
+    its queries (fast/ needs no more in the last layer): all see the same keys. k_cache, v_cache (b, h, max_len, e);
+    lengths (b,) int64: row i sees the first lengths[i] positions of the cache. The rest may hold anything finite: it
+    gets weight 0, but 0 times NaN is NaN. Returns the shape of q.
     """
     m = k.size(2)
     # `int` waits for the GPU. A full-sequence model, whose cache has max_len 0, need not wait.

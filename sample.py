@@ -158,9 +158,9 @@ def generate(model, prompts, length, sampler, new_engine=SimpleEngine, stop_toke
     model, new_engine: as `open_engine` returns them. prompts: list of 1-D int64 tensors, which may differ in length
     and be empty. sampler: Sampler with one seed for each prompt. stop_token: a row ends after its first new one, and
     then its suffix is left out. on_block(row, tokens) is called after each block with the new tokens of a row, a list;
-    on_step(xt) after each denoising step. prompt_cache: of one row, as `read` fills it, with the first tokens of every
-    prompt, which are then not read again; it is copied. Raises UserError for a request that cannot be served, before
-    any work.
+    on_step(xt) after each denoising step. prompt_cache: of one row, as `read` fills it to its max_len, with the first
+    tokens of every prompt, which are then not read again; it is copied. Raises UserError for a request that cannot be
+    served, before any work.
     """
     device, mask = model.embed.weight.device, sampler.mask_id
     suffix = torch.as_tensor(suffix).tolist()
@@ -332,13 +332,13 @@ def main():
 
     l, (start,), _ = plan(c, [tokens], length, len(suffix_tokens))
     # At most 32 steps a block. In the window of a full-sequence model `length` tokens are masked, and not the prompt.
-    per_step = tokens_per_step or math.ceil(c.block_of(length) / 32)
+    per_step = min(tokens_per_step or math.ceil(c.block_of(length) / 32), l)
     sampler = Sampler([seed + i for i in range(num_samples)], decoder, per_step, threshold, entropy_bound, temperature,
                       top_k, top_p, mask_id=c.mask_id)
     one_thread_if_small(2 * n_params * l * num_samples)
     model, new_engine = open_engine(engine, model, weight_dtype)
     # threshold and entropy_bound are decoders and also the fields of their numbers.
-    how = getattr(sampler, decoder) if decoder in VARIABLE_COUNT else f"with {min(per_step, l)} tokens a step"
+    how = getattr(sampler, decoder) if decoder in VARIABLE_COUNT else f"with {sampler.tokens_per_step} tokens a step"
     print(f"{path}: {n_params:,} parameters on {dev}, {kernels_line}, decoder {decoder} {how}, seed {seed}",
           file=sys.stderr)
     if temperature == 0 and num_samples > 1 and decoder not in DRAWN_ORDER:

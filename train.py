@@ -279,7 +279,7 @@ def load_weights(path, record, model, text=None):
     if VOCABULARY.get(record.get("tokenizer")) != ours["vocab_size"]:
         raise UserError(f"{path} reads {record.get('tokenizer')} tokens, but {data} holds others; prepare that text "
                         f"again with --tokenizer {record.get('tokenizer')} and another --out")
-    free = "seq_len", "block_len", "detach_prefix"                             # no weight depends on these
+    free = "seq_len", "block_len", "detach_prefix", "chunk_len", "rope_capacity"     # weights go on under other values
     if other := [f"{k}={v}" for k, v in theirs.items() if v != ours[k] and k not in free]:
         raise UserError(f"{path} was trained with {', '.join(other)}; add its config file or these settings")
     if record["model"].keys() != model.state_dict().keys():
@@ -347,8 +347,8 @@ def check_settings():
 
 def make_folder():
     """Makes out_dir. Raises UserError if it holds a run, which would be overwritten without --resume, or if another
-    process trains there: it is asked before a checkpoint is read, which that process may replace. Keep what this
-    returns, see `lock`."""
+    process trains there. Call it before a checkpoint is read, which that process may replace. Keep what this returns,
+    see `lock`."""
     os.makedirs(out_dir, exist_ok=True)
     if not resume and (found := {"ckpt.pt", "best.pt", "log.jsonl"} & {*os.listdir(out_dir)}):
         how = "add --resume to continue it, " if "ckpt.pt" in found else ""
