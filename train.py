@@ -279,7 +279,7 @@ def load_weights(path, record, model, text=None):
     if VOCABULARY.get(record.get("tokenizer")) != ours["vocab_size"]:
         raise UserError(f"{path} reads {record.get('tokenizer')} tokens, but {data} holds others; prepare that text "
                         f"again with --tokenizer {record.get('tokenizer')} and another --out")
-    free = "seq_len", "block_len", "detach_prefix", "chunk_len", "rope_capacity"     # a run may go on with others
+    free = "seq_len", "block_len", "detach_prefix"                             # a run may go on with others
     if other := [f"{k}={v}" for k, v in theirs.items() if v != ours[k] and k not in free]:
         raise UserError(f"{path} was trained with {', '.join(other)}; add its config file or these settings")
     if record["model"].keys() != model.state_dict().keys():
