@@ -81,7 +81,7 @@ class InferenceAttention:
         v = qkv[:, :, 2]                                                       # (b, l, h, e) each
         if commit and last:
             q, k, v, lengths = (x[len(u) // 2:] for x in (q, k, v, lengths))
-        q, k, v = (x.transpose(1, 2) for x in (select_at(q, at), k, v))             # (b, h, m or l, e) each
+        q, k, v = (x.transpose(1, 2) for x in (select_at(q, at), k, v))        # (b, h, m or l, e) each
         y = block_ops.cached_attention_pairs(q, k, v, *state, lengths, u.size(1))  # (b, h, m, e)
         return linear_in_parts(y.transpose(1, 2).flatten(2), self.mixer.out_proj.weight), None
 
