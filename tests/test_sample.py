@@ -65,16 +65,18 @@ def test_a_gap_is_filled_between_a_prompt_and_a_suffix_that_stay(name, decoder):
 
 @all_models
 def test_a_gap_is_filled_by_what_the_model_says_between_both_sides(name):
-    """One step reveals everything at temperature 0: the most probable tokens, given prompt and suffix."""
+    """One step reveals everything at temperature 0: the most probable tokens, given prompt and suffix. A stop token of
+    the suffix stops nothing."""
     model, (prompt,), suffix = make_model(name), prompts_of(18), torch.tensor([3, 1])
     c, mask = model.config, model.config.mask_id
-    out = generate(model, [prompt], 2, make_sampler(model, 1, tokens_per_step=32, temperature=0.0), suffix=suffix)
+    out = generate(model, [prompt], 2, make_sampler(model, tokens_per_step=32, temperature=0.0), stop_token=3,
+                   suffix=suffix)
     whole = torch.cat([prompt, torch.tensor([mask, mask]), suffix])
     l = len(whole) if c.full_sequence else c.block_len
     whole = torch.nn.functional.pad(whole, (0, -len(whole) % l), value=mask)[None]
     with torch.no_grad():
         logits = model.all_block_logits(whole.masked_fill(whole == mask, 0), whole, torch.zeros(1, whole.size(1) // l))
-    assert torch.equal(out.tokens[0][18:20], logits[0, 18:20].argmax(-1))
+    assert torch.equal(out.tokens[0][18:], torch.cat([logits[0, 18:20].argmax(-1), suffix]))
     assert out.cache_bytes == model.new_cache(1, 0 if c.full_sequence else 16).nbytes          # whole blocks of the prompt
 
 
