@@ -1,6 +1,6 @@
 # The learning rate of each of the four 87M models for a short run, by a rule fixed beforehand: of 2e-3, 4e-3 and 8e-3 the
 # one with the lowest NELBO of data/web's own validation text after 131M tokens. One recipe for all but the
-# initial embedding (plateau_87m.py).
+# initial embedding.
 #     python data.py text web/*.jsonl.zst --out data/web
 #     python -m tools.sweep config/sweep/select_87m.py
 # A step has 16 x 8192 tokens. The rate rises by 8e-6 a step (to 8e-3 in 600 steps) and falls by a cosine. Each run takes
