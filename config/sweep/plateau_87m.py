@@ -3,7 +3,7 @@
 # both for all four models and two seeds.
 #     python data.py text web/*.jsonl.zst --out data/web
 #     python -m tools.sweep config/sweep/plateau_87m.py
-# A step has 16 x 8192 tokens. Each of the eight runs takes two to three minutes on one H200.
+# A step has 16 x 8192 tokens. Each of the eight runs takes two to four minutes on one H200.
 out_dir = "out/sweep_plateau"
 _noise, _short = "t_min=0.3 t_max=0.7 stratified=true", "short_len=512 short_iters=250"
 runs = [f"config/{model} {recipe} max_iters=400 learning_rate=3.192e-3 warmup_iters=399"
