@@ -21,7 +21,6 @@ train.py has a model of its own already: it takes the record of load_checkpoint,
 import dataclasses
 import difflib
 import hashlib
-import json
 import os
 import zipfile
 from pathlib import Path
@@ -29,7 +28,7 @@ from pathlib import Path
 import torch
 
 from configurator import ROOT, UserError, fit, run_config, write_file
-from data import VOCABULARY, get_tokenizer
+from data import VOCABULARY, get_tokenizer, read_json
 from model import BlockDiffusionLM, Cache, ModelConfig
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"         # the files of an export
@@ -122,8 +121,7 @@ def read_export(path):
     in the same folder. Neither format can hold code. Raises UserError if the two do not belong together: config.json
     has the sha256 of the weights."""
     from safetensors.torch import load
-    weights = Path(path).read_bytes()
-    record = json.loads(Path(path).with_name(CONFIG).read_text(encoding="utf-8"))
+    weights, record = Path(path).read_bytes(), read_json(Path(path).with_name(CONFIG))
     if record.get("sha256") != hashlib.sha256(weights).hexdigest():
         raise UserError(f"{path} and the {CONFIG} beside it are no whole export; export or download both again")
     return dict(record, model=load(weights))

@@ -146,15 +146,20 @@ def write_meta(out, source, revision, tokenizer, splits, skipped=0, made_from=No
     write_file(Path(out, "meta.json"), json.dumps(meta, indent=1) + "\n")
 
 
+def read_json(path):
+    """The object in a JSON file, a dict; an empty one if it holds none. Raises OSError if there is no file."""
+    try:
+        return dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (ValueError, TypeError):                     # no JSON; a list or a number
+        return {}
+
+
 def read_meta(path):
     """meta.json of a prepared folder. Raises UserError if it is missing, unfinished, damaged or of another format."""
     if not Path(path, "meta.json").exists():
         raise UserError(f"{path} holds no prepared text: run python data.py, see python data.py --help; "
                         "if that was interrupted, run the same command again and it continues")
-    try:
-        meta = json.loads(Path(path, "meta.json").read_text())
-    except ValueError:                                  # no JSON
-        meta = {}
+    meta = read_json(Path(path, "meta.json"))
     if meta.get("format") != VERSION or meta.get("tokenizer") not in VOCABULARY or "splits" not in meta:
         raise UserError(f"{path}/meta.json is damaged, or of another format: remove {path} and prepare it again")
     return meta

@@ -107,7 +107,7 @@ def main(given):
     train_data, val_data = (TokenData(data, split, tokenizer) for split in ("train", "val"))
     val = val_data.sequences(seq_len, eval_sequences)       # (n, s): the validation sequences
     # What tells texts apart: the number of tokens of each split, and its first eight.
-    text = [n for split in (train_data, val_data) for n in (split.n_tokens, *split.sequences(seq_len, 1)[0, :8].tolist())]
+    text = [n for part in (train_data, val_data) for n in (part.n_tokens, *part.sequences(seq_len, 1)[0, :8].tolist())]
 
     # 3. Model and optimizer.
     config = ModelConfig(vocab_size=VOCABULARY[train_data.tokenizer],
@@ -132,10 +132,9 @@ def main(given):
     autocast = functools.partial(torch.autocast, dev.type, torch.bfloat16, enabled=use_bf16)
     if compile and ampere_or_later(dev):
         say(compile_layers(model))
-    say(f"{config.n_layer} layers, width {config.d_model}, {model.n_params:,} parameters | "
-        f"{parallel.world} x {dev} {'bf16' if use_bf16 else 'fp32'} | {kernels_line}\n"
-        f"{train_data.n_tokens:,} training tokens | {batch_size} x {seq_len} tokens a step, "
-        f"micro-batches: {len(micro_batches)} | from step {step} to {max_iters}{changes}")
+    say(f"{config.n_layer} layers, width {config.d_model}, {model.n_params:,} parameters | {parallel.world} x {dev} "
+        f"{'bf16' if use_bf16 else 'fp32'} | {kernels_line}\n{train_data.n_tokens:,} training tokens | {batch_size} x "
+        f"{seq_len} tokens a step, micro-batches: {len(micro_batches)} | from step {step} to {max_iters}{changes}")
 
     # 5. The loop. recent: (loss in nats per token, seconds) of each step since the last row of the log. signals: those
     # that this process has received; n_signals: how many all ranks have. bad_steps: not finite, one after the other.
@@ -336,10 +335,11 @@ def take_settings(path, saved, given):
 def check_settings():
     """Raises UserError, before any work, for settings that cannot work. Some are bounds of others: min_lr is at most
     learning_rate, warmup_iters below max_iters, t_min at most t_max."""
-    check(globals(), least=dict(batch_size=1, micro_batch_size=0, max_iters=1, min_lr=0, weight_decay=0, grad_clip=0,
-                                seed=0, eval_interval=1, eval_sequences=0, eval_samples=1, log_interval=1, short_len=1),
-          most=dict(min_lr=learning_rate, warmup_iters=max_iters - 1, t_min=t_max, t_max=1, seed=2 ** 62),
-          above=dict(learning_rate=0, t_min=0))
+    check(globals(), least=dict(batch_size=1, micro_batch_size=0, max_iters=1, min_lr=0, beta1=0, beta2=0, grad_clip=0,
+                                weight_decay=0, init_std=0, embed_std=0, seed=0, eval_interval=1, eval_sequences=0,
+                                eval_samples=1, log_interval=1, short_len=1),
+          above=dict(learning_rate=0, t_min=0), most=dict(min_lr=learning_rate, warmup_iters=max_iters - 1, t_max=1,
+                                                          t_min=t_max, beta1=1 - 1e-6, beta2=1 - 1e-6, seed=2 ** 62))
     # A full-sequence model takes short_len as its one block.
     if short_iters and (seq_len % short_len or (block_len < seq_len and short_len % block_len)):
         raise UserError(f"short_len must divide seq_len ({seq_len}) into whole blocks, but is {short_len}")

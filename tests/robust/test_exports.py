@@ -54,7 +54,9 @@ def test_the_command_exports_even_beside_the_checkpoint_and_says_what_the_model_
 def test_a_foreign_folder_is_refused_and_its_code_is_not_run(exported):
     (exported / "evil.py").write_text("raise SystemExit")
     later = (exported / CONFIG).read_text().replace("nanobdlm-1", "nanobdlm-2")
-    for config, message in (('{"auto_map": {"AutoModel": "evil.Model"}}', "are no whole export"), (later, "nanobdlm-2")):
+    foreign = '{"auto_map": {"AutoModel": "evil.Model"}}'
+    refused = [(text, "are no whole export") for text in (foreign, "[]", later[:-9])]
+    for config, message in (*refused, (later, "nanobdlm-2")):
         (exported / CONFIG).write_text(config)
         with pytest.raises(UserError, match=message):
             load_checkpoint(find_checkpoint(str(exported)))

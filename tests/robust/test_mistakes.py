@@ -21,6 +21,8 @@ COMMANDS = [
     ("train.py --block_len=0", "block_len must be above 0 and finite, but is 0"),
     ("train.py --batch_size=4 --micro_batch_size=3", "must divide the 4 sequences"),
     ("train.py --warmup_iters=4", "warmup_iters must be at most 3, but is 4"), ("train.py --weight_decay=-1", "at least 0"),
+    ("train.py --beta1=1", "beta1 must be at most 0.999999, but is 1"), ("train.py --beta2=1", "at most 0.999999"),
+    ("train.py --init_std=-1", "at least 0"), ("train.py --embed_std=-1", "at least 0"),
     ("train.py --kernels=triton", "kernels must be one of auto, torch, mamba_ssm, but is 'triton'"),
     ("train.py --min_lr=1", "min_lr must be at most"), ("train.py --learning_rate=0", "above 0"),
     *((f"train.py --device={name}", "device must be one of auto, cpu") for name in ("cuda:99", "gpu")),
