@@ -147,6 +147,8 @@ def config_from_file(path):
     for name in settings.keys() - defaults.keys():      # a setting of train.py, unless it nearly is one of the model
         if near := difflib.get_close_matches(name, defaults, 1, cutoff=0.85):
             raise UserError(f"{path}: there is no setting '{name}'; did you mean {near[0]}?")
+    if not settings.keys() & defaults.keys():
+        raise UserError(f"{path} sets nothing of a model; name a config file of train.py")
     if (tokenizer := str(settings.get("tokenizer"))) in VOCABULARY:
         settings["vocab_size"] = VOCABULARY[tokenizer]
     return ModelConfig(**{k: fit(k, v, defaults[k], path) for k, v in settings.items() if k in defaults})

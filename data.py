@@ -160,7 +160,9 @@ def read_meta(path):
         raise UserError(f"{path} holds no prepared text: run python data.py, see python data.py --help; "
                         "if that was interrupted, run the same command again and it continues")
     meta = read_json(Path(path, "meta.json"))
-    if meta.get("format") != VERSION or meta.get("tokenizer") not in VOCABULARY or "splits" not in meta:
+    splits = meta.get("splits")
+    if (meta.get("format") != VERSION or str(meta.get("tokenizer")) not in VOCABULARY or type(splits) is not dict
+            or not all(type(x) is dict and type(x.get("tokens")) is int for x in splits.values())):
         raise UserError(f"{path}/meta.json is damaged, or of another format: remove {path} and prepare it again")
     return meta
 

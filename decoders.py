@@ -63,8 +63,7 @@ class Sampler:
         """Raises UserError for the first value that is out of bounds."""
         check(vars(self), least=dict(tokens_per_step=1, threshold=0, entropy_bound=0, temperature=0, top_k=0),
               most=dict(threshold=1, top_p=1), above=dict(top_p=0), choices=dict(decoder=DECODERS))
-        if self.decoder == "first_hitting":
-            self.tokens_per_step = 1
+        self.tokens_per_step = 1 if self.decoder == "first_hitting" else self.tokens_per_step
 
     def certainty(self, logits):
         """How sure the model is of each position: the probability of the most probable token there, or minus the
@@ -76,7 +75,7 @@ class Sampler:
     def pick(self, logits, positions, seed, step, begin):
         """Draws a token for each of the positions (b, m) of the block. logits (b, m, v - 1) -> tokens (b, m). The mask
         has no logit, so it is never drawn. seed, step and begin, each (b,): see ops.gumbel_argmax."""
-        if self.temperature == 0:
+        if self.temperature < 1e-300:                   # 0, or too small to divide by
             return logits.argmax(-1)
         if self.temperature != 1:
             logits = logits.double() / self.temperature
@@ -86,10 +85,12 @@ class Sampler:
 def sampler_of(decoder, **settings):
     """The Sampler of a decoder and its number: random:4 reveals 4 tokens a step, threshold:0.9 has that threshold.
     settings: the other fields. Raises UserError."""
-    name, _, number = decoder.partition(":")
+    name, _, number = str(decoder).partition(":")
     try:
         # threshold and entropy_bound are also the names of their fields.
         how = {name: float(number)} if name in VARIABLE_COUNT else dict(tokens_per_step=int(number or 1))
+        if name == "first_hitting" and how != dict(tokens_per_step=1):
+            raise ValueError("it reveals one token a step")
         return Sampler(decoder=name, **how, **settings)
     except ValueError as error:                         # of int and float, or a UserError
         raise UserError(f"decoder '{decoder}': {error}; write name:number, as in random:4") from None

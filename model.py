@@ -519,8 +519,7 @@ class BlockDiffusionLM(nn.Module):
     def condition(self, t):
         """Conditioning of noisy tokens (m, 1, d) from t (m,). Models without timestep conditioning ignore t and embed
         0, which gives one learned constant (1, 1, d)."""
-        if not self.config.time_conditioning:
-            t = torch.zeros(1, device=self.embed.weight.device)
+        t = t if self.config.time_conditioning else torch.zeros(1, device=self.embed.weight.device)
         return F.silu(self.time(t))
 
     def condition_clean(self):
@@ -567,10 +566,6 @@ class BlockDiffusionLM(nn.Module):
             last = i + 1 == len(self.layers)
             clean, noisy = layer.two_stream(clean, noisy, cond_clean, cond_noisy, rope_all, masks, last)
         return self.final(noisy, cond_noisy).view(b, s, -1)
-
-    def all_block_logits(self, x0, xt, t):
-        """Logits (b, s, vocab) of every block at once, for given noise."""
-        return self.logits(self.all_block_hidden(x0, xt, t))
 
     def draw_noise(self, x0, generator=None, stratum=(0, 1), t_range=(1e-3, 1)):
         """
@@ -668,17 +663,13 @@ class BlockDiffusionLM(nn.Module):
 
     @torch.no_grad()
     def denoise_hidden(self, xt, cache, t):
-        """Hidden states (b, l, d) of the active block, see `denoise`."""
+        """Hidden states (b, l, d) of the active block xt (b, l), given the cache, at noise level t (b,). A model
+        without timestep conditioning ignores t, which may then be None."""
         assert self.config.full_sequence or xt.size(1) == self.config.block_len, "a block of another length"
         stream, cond, rope = self.embed(xt), self.condition(t), cache.rope_after(xt.size(1))
         for layer, state in zip(self.layers, cache.layers):
             stream = layer.denoise(stream, cond, state, cache.lengths, rope)
         return self.final(stream, cond)
-
-    def denoise(self, xt, cache, t):
-        """Logits (b, l, vocab) of the active block xt (b, l), given the cache, at noise level t (b,). A model without
-        timestep conditioning ignores t, which may then be None."""
-        return self.logits(self.denoise_hidden(xt, cache, t))
 
 
 def cast_for_inference(model, dtype):

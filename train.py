@@ -29,7 +29,7 @@ from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from configurator import UserError, check, fit, lock, script, settings_of
 from data import VOCABULARY, TokenData, bits_per_byte, byte_bigrams, prepare_stdlib
 from model import BlockDiffusionLM, ModelConfig
-from nelbo import NATS, nelbo_sums, training_noise
+from nelbo import NATS, nelbo_sums, sum_over_ranks, training_noise
 from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, end_if_a_rank_is_lost, micro_batches_of,
                       one_thread_if_small, pick_dtype, select_kernels)
 
@@ -106,8 +106,8 @@ def main(given):
     parallel.barrier()                                      # the others wait for it
     train_data, val_data = (TokenData(data, split, tokenizer) for split in ("train", "val"))
     val = val_data.sequences(seq_len, eval_sequences)       # (n, s): the validation sequences
-    # What tells texts apart: the number of tokens of each split, and its first eight.
-    text = [n for part in (train_data, val_data) for n in (part.n_tokens, *part.sequences(seq_len, 1)[0, :8].tolist())]
+    # What tells texts apart: the tokens of each split, how many and the first eight; then 64 windows all over it.
+    text = sum(([x.n_tokens, *x.sequences(8, k).ravel().tolist()] for k in (1, 64) for x in (train_data, val_data)), [])
 
     # 3. Model and optimizer.
     config = ModelConfig(vocab_size=VOCABULARY[train_data.tokenizer],
@@ -254,11 +254,11 @@ def catch_signals(received):
 
 def validate(model, val, parallel, autocast, at_a_time):
     """The validation loss in nats per token, the same on all ranks. at_a_time: sequences of a forward pass. A
-    collective: every rank must call it."""
+    collective: every rank must call it. Raises UserError unless it is finite."""
     # (n, samples, 3): sums of each sequence, zero where another rank works.
     sums = nelbo_sums(model.eval(), val, parallel, autocast, seed, eval_samples, batch_size=at_a_time, terse=True)
     model.train()
-    return parallel.sum([sums[..., NATS].sum()])[0] / (eval_samples * val.numel())
+    return float(sum_over_ranks(parallel, sums[..., NATS]).sum()) / (eval_samples * val.numel())
 
 
 def save(path, model, parallel, **about):
@@ -283,8 +283,8 @@ def load_weights(path, record, model, text=None):
         raise UserError(f"{path} was trained with {', '.join(other)}; add its config file or these settings")
     if record["model"].keys() != model.state_dict().keys():
         raise UserError(f"{path} holds other weights than this model: use the revision or the fork that made it")
-    # A checkpoint that does not say its text, of an earlier revision, is of the folder that its settings name.
-    if text and record.get("text", text if record["settings"]["data"] == data else "") != text:
+    # One of an earlier revision has the beginning of `text`, or does not say its text: then its folder's name must do.
+    if text and (old := record.get("text", text if record["settings"]["data"] == data else [0])) != text[:len(old)]:
         raise UserError(f"{path} is of another text than {data}: give --data of its text, or begin with --init_from={path}")
     model.load_state_dict(record["model"])
 
@@ -335,9 +335,9 @@ def take_settings(path, saved, given):
 def check_settings():
     """Raises UserError, before any work, for settings that cannot work. Some are bounds of others: min_lr is at most
     learning_rate, warmup_iters below max_iters, t_min at most t_max."""
-    check(globals(), least=dict(batch_size=1, micro_batch_size=0, max_iters=1, min_lr=0, beta1=0, beta2=0, grad_clip=0,
-                                weight_decay=0, init_std=0, embed_std=0, seed=0, eval_interval=1, eval_sequences=0,
-                                eval_samples=1, log_interval=1, short_len=1),
+    check(globals(), least=dict(seq_len=1, batch_size=1, micro_batch_size=0, max_iters=1, min_lr=0, beta1=0, beta2=0,
+                                weight_decay=0, grad_clip=0, init_std=0, embed_std=0, seed=0, eval_interval=1,
+                                eval_sequences=0, eval_samples=1, log_interval=1, short_len=1),
           above=dict(learning_rate=0, t_min=0), most=dict(min_lr=learning_rate, warmup_iters=max_iters - 1, t_max=1,
                                                           t_min=t_max, beta1=1 - 1e-6, beta2=1 - 1e-6, seed=2 ** 62))
     # A full-sequence model takes short_len as its one block.

@@ -61,7 +61,7 @@ def test_the_price_of_random_is_the_mean_over_orders_and_the_mean_of_the_nelbo_o
         want[p], xt = 0, torch.full((24, k, 4), model.config.mask_id)
         for i in range(0, 4, p):
             at = orders[:, None, i:i + p].expand(-1, k, -1)                    # (24, k, p), revealed in this step
-            log_p = model.all_block_logits(x0, xt.view(24, -1), torch.zeros(24, k)).log_softmax(-1)
+            log_p = model.logits(model.all_block_hidden(x0, xt.view(24, -1), torch.zeros(24, k))).log_softmax(-1)
             want[p] -= float(log_p.gather(2, x0[..., None]).view(24, k, 4).gather(2, at).sum()) / 24
             xt = xt.scatter(2, at, x0.view(24, k, 4).gather(2, at))
         nats, passes = price_of(model, x0, f"random:{p}")
@@ -196,7 +196,7 @@ def log_p(model, tokens, masked):
     x = torch.tensor([(tokens + [c.mask_id] * l)[:masked[0] // l * l + l]])
     x[0, masked] = c.mask_id
     t = (x.view(-1, l) == c.mask_id).float().mean(1)[None]
-    return model.all_block_logits(x, x, t)[0, masked].log_softmax(-1)
+    return model.logits(model.all_block_hidden(x, x, t))[0, masked].log_softmax(-1)
 
 
 def decoded(model, context, m):

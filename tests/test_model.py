@@ -20,11 +20,11 @@ def test_cached_logits_equal_all_block_logits_for_every_block(name, block_len, t
     model with blocks of one token is autoregressive."""
     model = make_model(name, block_len=block_len, time_conditioning=time_conditioning)
     x0, xt, t = make_batch(model)
-    logits = model.all_block_logits(x0, xt, t)
+    logits = model.logits(model.all_block_hidden(x0, xt, t))
     cache = model.new_cache(3, 32)
     for i in range(32 // block_len):
         block = slice(i * block_len, (i + 1) * block_len)
-        torch.testing.assert_close(model.denoise(xt[:, block], cache, t[:, i]), logits[:, block])
+        torch.testing.assert_close(model.logits(model.denoise_hidden(xt[:, block], cache, t[:, i])), logits[:, block])
         if (i + 1) * block_len < 32:
             model.commit(x0[:, block], cache)
 
@@ -40,9 +40,9 @@ def test_the_cache_is_bit_identical_for_every_t(name):
     for level in (0.001, 0.5, 1.0):
         cache, t = model.new_cache(3, 24), torch.full((3,), level)
         for i in range(3):
-            model.denoise(xt[:, 8 * i:8 * i + 8], cache, t)
+            model.logits(model.denoise_hidden(xt[:, 8 * i:8 * i + 8], cache, t))
             model.commit(x0[:, 8 * i:8 * i + 8], cache)
-        logits.append(model.denoise(xt[:, 24:], cache, t))
+        logits.append(model.logits(model.denoise_hidden(xt[:, 24:], cache, t)))
         caches.append(cache.layers)
         torch.testing.assert_close(caches[-1], caches[0], rtol=0, atol=0)
         torch.testing.assert_close(caches[-1], whole.layers)
@@ -60,7 +60,7 @@ def test_block_losses_reach_every_earlier_clean_token_unless_the_prefix_is_detac
         x0, xt, t = make_batch(model, batch=1)
         inputs, embed = [], model.embed.forward
         model.embed.forward = lambda tokens: inputs.append(embed(tokens).detach().requires_grad_()) or inputs[-1]
-        logits[detach] = model.all_block_logits(x0, xt, t)[..., :-1]
+        logits[detach] = model.logits(model.all_block_hidden(x0, xt, t))[..., :-1]
         clean = inputs[0]                               # (1, 24, d): blocks 0..2
         for k, block in enumerate(logits[detach].split(8, 1)):
             grad, = torch.autograd.grad(block.logsumexp(-1).sum(), clean, retain_graph=True, materialize_grads=True)
@@ -137,7 +137,7 @@ def test_a_full_sequence_model_is_a_block_model_with_one_block(name):
     block = BlockDiffusionLM(dataclasses.replace(full.config, seq_len=64, block_len=32)).double()
     block.load_state_dict(full.state_dict())
     x0, xt, t = make_batch(full)
-    torch.testing.assert_close(block.all_block_logits(x0, xt, t), full.all_block_logits(x0, xt, t))
+    torch.testing.assert_close(block.logits(block.all_block_hidden(x0, xt, t)), full.logits(full.all_block_hidden(x0, xt, t)))
 
 
 @pytest.mark.parametrize("attn_every, block_len, reverse_scan", [
@@ -176,5 +176,5 @@ def test_mamba_layers_read_131072_tokens_alike_in_chunks_of_any_size():
     for dtype, chunk in ((torch.float32, 2816), (torch.float64, 131_072)):
         cache = model.to(dtype).new_cache(1, 131_072)
         model.prefill(tokens[:, :131_072], cache, chunk)
-        logits.append(model.denoise(tokens[:, 131_072:], cache, torch.ones(1))[..., :-1])
+        logits.append(model.logits(model.denoise_hidden(tokens[:, 131_072:], cache, torch.ones(1)))[..., :-1])
     assert relative_error(*logits) < 1e-5

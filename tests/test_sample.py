@@ -75,7 +75,8 @@ def test_a_gap_is_filled_by_what_the_model_says_between_both_sides(name):
     l = len(whole) if c.full_sequence else c.block_len
     whole = torch.nn.functional.pad(whole, (0, -len(whole) % l), value=mask)[None]
     with torch.no_grad():
-        logits = model.all_block_logits(whole.masked_fill(whole == mask, 0), whole, torch.zeros(1, whole.size(1) // l))
+        clean, t = whole.masked_fill(whole == mask, 0), torch.zeros(1, whole.size(1) // l)
+        logits = model.logits(model.all_block_hidden(clean, whole, t))
     assert torch.equal(out.tokens[0][18:], torch.cat([logits[0, 18:20].argmax(-1), suffix]))
     assert out.cache_bytes == model.new_cache(1, 0 if c.full_sequence else 16).nbytes          # whole blocks of the prompt
 

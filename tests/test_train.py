@@ -205,9 +205,10 @@ def test_resume_takes_its_settings_from_the_checkpoint_and_the_command_line_wins
 def test_resume_refuses_another_text_and_keeps_the_checkpoint(copied, corpus, tmp_path):
     moved, argv = shutil.copytree(corpus, tmp_path / "moved"), ["--resume", f"--out_dir={copied}"]
     before, text = (copied / "ckpt.pt").read_bytes(), (moved / "val.bin").read_bytes()
-    (moved / "val.bin").write_bytes(b"\1\0" + text[2:])        # as many tokens
-    with pytest.raises(UserError, match=f"is of another text than {moved}: give --data of its text, or begin with --init"):
-        run([*argv, f"--data={moved}"])
+    for place in (0, len(text) // 4 * 2):               # as many tokens; then with the same beginning, too
+        (moved / "val.bin").write_bytes(text[:place] + b"\1\0" * 64 + text[place + 128:])
+        with pytest.raises(UserError, match=f"of another text than {moved}: give --data of its text, or begin with --init"):
+            run([*argv, f"--data={moved}"])
     with lock(copied / ".lock", ""), pytest.raises(UserError, match="another training writes to"):
         run([*argv, "--max_iters=9"])
     assert (copied / "ckpt.pt").read_bytes() == before

@@ -30,4 +30,4 @@ def picture(path, **about):
     if ax.get_legend_handles_labels()[0]:
         ax.legend(frameon=False, fontsize=8)
     write_file(path, lambda file: ax.figure.savefig(file, dpi=130, format="png"))
-    print(f"wrote {path}")
+    print(f"wrote {path or 'nothing'}")

@@ -18,7 +18,7 @@ def read_log(path):
     full disk or a kill, is left out."""
     rows = {}
     for line in Path(path).read_text(errors="replace").split("\n"):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             row = json.loads(line)
             rows[row["step"], "val_loss" in row] = row
     return [rows[key] for key in sorted(rows)]

@@ -33,7 +33,7 @@ import numpy as np
 from tqdm import tqdm
 
 from configurator import UserError, check, lock, script, write_file
-from data import VOCABULARY, TokenData, encode, get_tokenizer, prepare_stdlib, read_meta, write_meta
+from data import VOCABULARY, TokenData, encode, get_tokenizer, prepare_stdlib, read_json, read_meta, write_meta
 
 HUB = {                             # what `python data.py NAME` downloads: repository, revision, files, split
     "dclm": ("mlfoundations/dclm-baseline-1.0", "a3b142c183aebe5af344955ae20836eb34dcf69b",
@@ -181,10 +181,10 @@ class Preparation:
         """Whether the folder is finished. If it is not, takes over what an earlier run has counted. Raises UserError if
         the folder holds anything that this command did not make."""
         records = [path for path in (self.out / "meta.json", self.progress) if path.exists()]
-        record = json.loads(records[0].read_text()) if records else {}
+        record = read_json(records[0]) if records else {}
         self.counts = Counter(record.get("counts"))
         # A run that has finished no file yet, perhaps because of a wrong setting, may go on with other ones.
-        if record and record.get("made_from") != self.made_from and record.get("counts") != {}:
+        if records and record.get("made_from") != self.made_from and record.get("counts") != {}:
             raise UserError(f"{self.out} was made from other files or with other settings, or the files have changed "
                             f"since (their size or time): {ELSEWHERE}")
         held = {path.name for path in [*self.out.glob("*"), *self.parts.glob("*")]}

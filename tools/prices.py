@@ -5,10 +5,10 @@ Prints and draws what `python eval.py --decoders` found: bits per byte against t
     python -m tools.prices --files=out/prices.json      # one or more; writes out/prices.png
     python -m tools.prices --files=assets/frontier.json --rules=strided --out=assets/frontier.png
 """
-import json
 import math
 
 from configurator import UserError, check, script
+from data import read_json
 from tools import picture, print_table
 
 # ----------------------------------------------------------------------------------------------
@@ -27,11 +27,10 @@ def main():
     check(globals(), endings=dict(out=".png"))
     rows = []
     for path in files:
-        with open(path) as f:
-            for result in json.load(f).get("results", []):             # none in the JSON of another tool
-                for folder, text in result["text"].items():
-                    about = dict(file=path, text=folder, model=result["checkpoint"], block_len=text.get("block_len"))
-                    rows += [dict(about, decoder=name, **found) for name, found in text.get("decoders", {}).items()]
+        for result in read_json(path).get("results", []):              # none in the JSON of another tool
+            for folder, text in result["text"].items():
+                about = dict(file=path, text=folder, model=result["checkpoint"], block_len=text.get("block_len"))
+                rows += [dict(about, decoder=name, **found) for name, found in text.get("decoders", {}).items()]
     empty = sorted({*files} - {row["file"] for row in rows})
     if empty or not files:
         raise UserError(f"nothing to draw in --files={','.join(empty)}; name a file that eval.py --decoders wrote")

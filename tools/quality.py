@@ -104,7 +104,7 @@ def main():
     write_file(out, json.dumps(record, indent=1))
     print_table(record["rows"], COLUMNS)
     # A line over temperatures for each model and decoder; a cross is real text.
-    with picture(out.removesuffix("json") + "png", xlabel="entropy, nats", ylabel="repeated 4-grams") as ax:
+    with picture(out and out.removesuffix("json") + "png", xlabel="entropy, nats", ylabel="repeated 4-grams") as ax:
         for (model, decoder), points in itertools.groupby(record["rows"], lambda row: (row["model"], row["decoder"])):
             x, y = zip(*((row["entropy"], row["repeated"]) for row in points))
             ax.plot(x, y, "kx" if decoder == "real text" else ".-", label=f"{model}, {decoder}")

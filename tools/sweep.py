@@ -32,7 +32,7 @@ import torch
 import eval as evaluation
 import train
 from configurator import UserError, check, configure, lock, script, settings_of, write_file
-from data import TokenData
+from data import TokenData, read_json
 from paper import MODELS, RESULTS, kind_of
 from parallel import ROOT, hardware, pick_device
 from tools import picture, print_table
@@ -286,7 +286,9 @@ def main():
     path = draw or os.path.join(out_dir, "sweep.json")
     if not draw:
         write_file(path, json.dumps(train_and_evaluate(), indent=1))
-    results = json.loads(Path(path).read_text())["runs"]
+    results = read_json(path).get("runs")
+    if not results:
+        raise UserError(f"{path} has no runs; name the JSON file of a sweep")
     show(results)
     with picture(path.removesuffix("json") + "png", xscale="log", xlabel="training tokens",
                  ylabel="NELBO, nats per token",

@@ -4,11 +4,11 @@ Draws the throughput figure from the JSON files that bench.py wrote with --out.
     python -m tools.throughput FILE... --figures=FOLDER
     python -m tools.throughput assets/sample_*.json                         # that of docs/results.md
 """
-import json
 import sys
 from pathlib import Path
 
 from configurator import UserError, configure, script
+from data import read_json
 from paper import LADDER, MODELS, SAMPLE
 from tools import picture
 
@@ -22,11 +22,11 @@ def read(files):
     """What bench.py's files hold of the paper's 700M models: {kind: {length: tokens/s}}, and what they were measured
     on. If several files have the same row, the newest counts."""
     speed, machines = {kind: {} for kind in MODELS}, set()
-    for record in sorted((json.loads(Path(path).read_text()) for path in files), key=lambda r: r.get("when", "")):
-        for row in record["rows"]:
+    for record in sorted(map(read_json, files), key=lambda r: r.get("when", "")):
+        for row in record.get("rows", []):
             kind, _, size = row.get("config", "").rpartition("_")
             usual = all(row.get(field, value) == value for field, value in PROTOCOL.items())
-            if record["bench"] == "sample" and kind in MODELS and size == "700m" and usual and "error" not in row:
+            if record.get("bench") == "sample" and kind in MODELS and size == "700m" and usual and "error" not in row:
                 speed[kind][row["length"]] = row["tok_per_s"]
                 machines.add(f"{record['hardware']['name']}, torch {record['hardware']['torch']}")
     if not machines:

@@ -136,7 +136,7 @@ def svg(panels):
 
 def main():
     check(globals() | dict(decoders=len(decoders)), least=dict(decoders=1, length=0, temperature=0, columns=20, seed=0),
-          above=dict(seconds=0), endings=dict(out=".svg"))
+          most=dict(seed=2 ** 62), above=dict(seconds=0), endings=dict(out=".svg"))
     dev = torch.device(pick_device(device))
     select_kernels("auto", dev, training=False)
     model, tokenizer, *_ = open_checkpoint(checkpoint, dev)

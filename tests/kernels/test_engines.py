@@ -91,9 +91,9 @@ def test_a_finished_block_is_in_the_cache_when_it_is_flushed():
 def test_the_model_that_was_prepared_stays_valid(name):
     model = make_model(name)
     x0, xt, t = make_batch(model)
-    logits, before = model.all_block_logits(x0, xt, t), copy.deepcopy(model.state_dict())
+    logits, before = model.logits(model.all_block_hidden(x0, xt, t)), copy.deepcopy(model.state_dict())
     generate_by("fused", model, prompts_of(3, 3), 13, make_sampler(model, 2))
-    assert torch.equal(model.all_block_logits(x0, xt, t), logits)
+    assert torch.equal(model.logits(model.all_block_hidden(x0, xt, t)), logits)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
@@ -104,9 +104,9 @@ def test_an_engine_that_cannot_run_and_what_a_prepared_model_cannot_do_is_refuse
             open_engine(engine, model)
     (x0, xt, t), model = make_batch(model), inference_model(model, torch.float32)
     with pytest.raises(UserError, match="prepared for generation; train and score with"):
-        model.all_block_logits(x0, xt, t)
+        model.logits(model.all_block_hidden(x0, xt, t))
     with pytest.raises(AssertionError, match="a block of another length"):
-        model.denoise(xt[:, :4], model.new_cache(3, 8), t[:, 0])
+        model.logits(model.denoise_hidden(xt[:, :4], model.new_cache(3, 8), t[:, 0]))
 
 
 @pytest.mark.parametrize("name, longest, changes", [
@@ -124,14 +124,14 @@ def test_weights_prepared_for_inference_compute_the_same_function(monkeypatch, n
     monkeypatch.setattr(inference, "LONG_SUM", 64)
     model = make_model(name, time_conditioning=time_conditioning, **changes)
     x0, xt, t = make_batch(model)
-    logits = model.all_block_logits(x0, xt, t)
+    logits = model.logits(model.all_block_hidden(x0, xt, t))
     model = inference_model(model, torch.float64)
     l, cache, at = model.config.block_len, model.new_cache(3, 32), torch.tensor([[6, 0, 1], [2, 2, 7], [5, 3, 4]])
-    torch.testing.assert_close(model.denoise(xt[:, :l], cache, t[:, 0]), logits[:, :l])
+    torch.testing.assert_close(model.logits(model.denoise_hidden(xt[:, :l], cache, t[:, 0])), logits[:, :l])
     some = model.denoise_hidden(xt[:, :l], cache, t[:, 0], at)
     torch.testing.assert_close(model.logits(some), select(logits[:, :l], at))
     for i in range(1, 32 // l):
         before, block = slice(i * l - l, i * l), slice(i * l, i * l + l)
         hidden = model.commit_and_denoise_hidden(x0[:, before], xt[:, block], cache, t[:, i], at if i % 2 else None)
         torch.testing.assert_close(model.logits(hidden), select(logits[:, block], at) if i % 2 else logits[:, block])
-        torch.testing.assert_close(model.denoise(xt[:, block], cache, t[:, i]), logits[:, block])
+        torch.testing.assert_close(model.logits(model.denoise_hidden(xt[:, block], cache, t[:, i])), logits[:, block])

@@ -216,10 +216,10 @@ def test_fast_paths_equal_the_plain_twins_after_131072_tokens(name):
             model = model.float() if kernels == "torch" else model
             cache = model.new_cache(1, 131_072 + 256)
             model.prefill(prefix, cache, 1024 if kernels == "torch" else 4096)                # plain masks are large
-            logits.append([model.denoise(block, cache, t)[..., :-1]])
+            logits.append([model.logits(model.denoise_hidden(block, cache, t))[..., :-1]])
             if kernels == "torch":
                 model.commit(block, cache)
-                logits[0].append(model.denoise(after, cache, t)[..., :-1])
+                logits[0].append(model.logits(model.denoise_hidden(after, cache, t))[..., :-1])
             else:
                 hidden = prepared.commit_and_denoise_hidden(block, after, cache, t)
                 logits[1].append(prepared.logits(hidden)[..., :-1])

@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -90,6 +91,14 @@ def test_weights_that_are_not_finite_are_never_saved(tiny, tmp_path, monkeypatch
     with pytest.raises(UserError, match="a weight is not finite; lower learning_rate"):
         run_train([*tiny, "--max_iters=1", "--warmup_iters=0"])
     assert not (tmp_path / "ckpt.pt").exists()
+
+
+def test_a_validation_that_is_not_finite_ends_the_run(tiny, tmp_path):
+    def patch(module):
+        module.nelbo_sums = lambda model, x, *rest, **more: np.full((len(x), 2, 3), np.nan)
+    with pytest.raises(UserError, match="not finite: training failed; use an earlier checkpoint, or a lower rate"):
+        run_train([*tiny, "--max_iters=1", "--warmup_iters=0"], patch)
+    assert not (tmp_path / "best.pt").exists()
 
 
 def test_processes_that_do_not_find_each_other_end_in_a_sentence(monkeypatch):

@@ -11,13 +11,14 @@ from parallel import has_fast
 
 # The commands run in a folder with these files, those of `here` and a checkpoint in out/.
 HERE = {"README.md": b"mine", "a.csv": b"x", "a.txt": b"text", "empty.jsonl": b"\n", "a.jsonl": b'{"text": "a"}\n',
-        "latin": b"caf\xe9", "empty.json": b'{"bench": "sample", "rows": []}'}
+        "latin": b"caf\xe9", "empty.json": b'{"bench": "sample", "rows": []}', "list.json": b"[1]"}
 without_fast = pytest.mark.skipif(has_fast(), reason="needs a checkout without the folder fast/")
 COMMANDS = [
     # with the settings of a tiny training
     ("train.py --data=none", "none holds no prepared text: run python data.py"),
     ("train.py --seq_len=100", "seq_len is 100, but must be a multiple of block_len = 8"),
     ("train.py --mamba_head_dim=48", "mamba_expand * d_model is 64, but must be a multiple of mamba_head_dim = 48"),
+    ("train.py --seq_len=0", "seq_len must be at least 1, but is 0"),
     ("train.py --block_len=0", "block_len must be above 0 and finite, but is 0"),
     ("train.py --batch_size=4 --micro_batch_size=3", "must divide the 4 sequences"),
     ("train.py --warmup_iters=4", "warmup_iters must be at most 3, but is 4"), ("train.py --weight_decay=-1", "at least 0"),
@@ -53,6 +54,8 @@ COMMANDS = [
     ("eval.py --checkpoint=out --tasks=piqa", "lm_eval halted; None in sys.modules; requirements.txt says"),
     pytest.param("eval.py --checkpoint=out --tasks=piqaa", "the harness has no task 'piqaa'", marks=with_harness),
     ("eval.py --checkpoint=out --data={data} --decoders=random:x", "write name:number, as in random:4"),
+    ("eval.py --checkpoint=out --data={data} --decoders=4", "decoder '4': decoder must be one of random, "),
+    ("eval.py --checkpoint=out --data={data} --decoders=first_hitting:4", "it reveals one token a step"),
     ("checkpoint.py", "write python checkpoint.py export out/ --to=folder, not nothing"),
     ("checkpoint.py export out", "to is empty"), ("checkpoint.py export out --to=out/ckpt.pt", "ckpt.pt"),
     ("checkpoint.py export out --to=.", "holds README.md already, which would be lost"),
@@ -67,12 +70,15 @@ COMMANDS = [
     *((f"data.py jsonl a.jsonl --out=new --val_fraction={value}", "must be ") for value in ("-1", "nan", "1")),
     ("bench.py trian", "subcommand must be one of train, sample, but is 'trian'"),
     ("bench.py train --only=laptop,nope", "config nope cannot be run (FileNotFoundError"),
+    ("bench.py train --only=config/sweep/bytes.py", "bytes.py sets nothing of a model; name a config file of train.py"),
     ("bench.py train --out=x.pt", "out must be a .json file"),
     ("bench.py sample --lengths=many", "whole numbers from 1 to 262144, not 'many'"),
     ("tools/compare_ops.py --only=adamw,nope", "only must be one of mixer, "),
-    ("tools/throughput.py empty.json", "the files hold no generation"), ("tools/quality.py", "nothing to compare"),
+    *((f"tools/throughput.py {name}", "the files hold no generation") for name in ("empty.json", "list.json")),
+    ("tools/sweep.py --draw=empty.json", "empty.json has no runs"), ("tools/unmasking.py --seed=1e20", "seed must be at most"),
+    ("tools/quality.py", "nothing to compare"),
     ("tools/profile_step.py --config=laptop", "did you mean configs?"),
-    *((f"tools/prices.py --files={names}", f"nothing to draw in --files={names};") for names in ("", "empty.json")),
+    *((f"tools/prices.py --files={names}", f"nothing to draw in --files={names};") for names in ("", "empty.json", "list.json")),
     ("tools/sweep.py --runs=[]", "there are no runs"), ("tools/sweep.py --runs_per_gpu=0", "at least 1"),
     ("tools/sweep.py --runs=laptop --eval_settings=decoders=random:1", "leave decoders out"),
     ("tools/sweep.py --runs=laptop --eval_settings=mcc=1", "eval_settings: there is no setting 'mcc'"),

@@ -20,6 +20,7 @@ REFUSED = {
     "an earlier format": (lambda f: edit_meta(f, format=1), "of another format"),
     "no JSON": (lambda f: (f / "meta.json").write_text('{"format": 2,}'), "is damaged, or of another"),
     "a misspelt tokenizer": (lambda f: edit_meta(f, tokenizer="gpt-2"), "meta.json is damaged, or of another"),
+    "no folders of splits": (lambda f: edit_meta(f, splits=dict(train=1, val=1)), "meta.json is damaged, or of another"),
     "another tokenizer": (lambda f: edit_meta(f, tokenizer="gpt2"), "gpt2 tokens, not bytes .* with --tokenizer bytes"),
     "another split": (lambda f: edit_meta(f, splits={}), "no train split: .*python data.py --help"),
     "a mask in the data": (lambda f: (f / "train.bin").write_bytes(b"\x01\x01" + (f / "train.bin").read_bytes()[2:]),
@@ -33,6 +34,18 @@ def test_a_damaged_folder_is_refused(tmp_path, case):
     damage(folder)
     with pytest.raises(UserError, match=message):
         data.TokenData(folder, "train", "bytes").sequences(16)
+
+
+def test_a_folder_whose_record_is_damaged_is_not_prepared_over(tmp_path):
+    (tmp_path / "a.txt").write_text("some text\n" * 400)
+    argv = ["data.py", "text", f"{tmp_path}/a.txt", "--tokenizer", "bytes", "--out", f"{tmp_path}/out"]
+    assert script(*argv)[0] == 0
+    before = (tmp_path / "out" / "train.bin").read_bytes()
+    for damaged in ("{", "[]"):
+        (tmp_path / "out" / "meta.json").write_text(damaged)
+        status, _, error = script(*argv)
+        assert status == 1 and "was made from other files" in error and "Traceback" not in error
+    assert (tmp_path / "out" / "train.bin").read_bytes() == before
 
 
 def test_gpt2_without_its_files_and_a_tokenizer_without_all_bytes_are_one_sentence(monkeypatch):
