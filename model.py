@@ -9,7 +9,8 @@ attn_every (1: attention only, 6: a Mamba-2 hybrid) and block_len (seq_len: the 
   Cache           what later blocks need of finished ones: keys and values of attention, states of Mamba-2
   extend          finished tokens go through a layer, read the cache and are added to it. `prefill` does that in all
                   layers; `commit` is `prefill` of one block
-  denoise         a noisy block goes through a layer or the model, and reads the cache; it writes nothing
+  denoise         a noisy block goes through a layer and reads the cache; it writes nothing. `denoise_hidden` does that
+                  in all layers
   fwd, rev        the two scans of a Mamba layer, left to right and right to left; their outputs are summed
   conv, ssm       where a scan continues: the last inputs of its convolution, and its recurrent state
 
