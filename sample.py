@@ -333,8 +333,8 @@ def main():
     l, (start,), _ = plan(c, [tokens], length, len(suffix_tokens))
     # At most 32 steps a block. In the window of a full-sequence model `length` tokens are masked, and not the prompt.
     per_step = min(tokens_per_step or math.ceil(c.block_of(length) / 32), l)
-    sampler = Sampler([seed + i for i in range(num_samples)], decoder, per_step, threshold, entropy_bound, temperature,
-                      top_k, top_p, mask_id=c.mask_id)
+    sampler = Sampler([seed + i for i in range(num_samples)], decoder, per_step, threshold=threshold, top_k=top_k,
+                      entropy_bound=entropy_bound, temperature=temperature, top_p=top_p, mask_id=c.mask_id)
     one_thread_if_small(2 * n_params * l * num_samples)
     model, new_engine = open_engine(engine, model, weight_dtype)
     # threshold and entropy_bound are decoders and also the fields of their numbers.
