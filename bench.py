@@ -28,7 +28,8 @@ from configurator import UserError, check, configure, script, write_file
 from decoders import Sampler
 from model import BlockDiffusionLM, ModelConfig
 from nelbo import noise_generators
-from parallel import Parallel, ShardedAdamW, ampere_or_later, compile_layers, hardware, pick_dtype, select_kernels
+from parallel import (Parallel, ShardedAdamW, ampere_or_later, compile_layers, end_if_a_rank_is_lost, hardware,
+                      pick_dtype, select_kernels)
 from sample import now, open_engine
 
 # ----------------------------------------------------------------------------------------------
@@ -307,5 +308,5 @@ def write_record(path, what, rows, **about):
 
 
 if __name__ == "__main__":
-    with script("bench.py"):
+    with end_if_a_rank_is_lost("bench.py"), script("bench.py"):
         main([sys.argv.pop(1) for _ in sys.argv[1:]])   # as in `configure`: a quote in argv would break torch.compile

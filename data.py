@@ -254,8 +254,7 @@ class TokenData:
         This is the sum of the bytes of its tokens. It is exact, because both tokenizers are lossless.
         End-of-text has no bytes, as it is not part of a document.
         """
-        sizes = torch.from_numpy(token_bytes(self.tokenizer))
-        return sizes[self.sequences(seq_len, count)].sum(1)
+        return torch.from_numpy(token_bytes(self.tokenizer))[self.sequences(seq_len, count)].sum(1)
 
 
 def bits_per_byte(nats_per_token, n_tokens, n_bytes):

@@ -26,7 +26,7 @@ from data import TokenData, batches, bits_per_byte, prepare_stdlib
 from decoders import DRAWN_ORDER, ActiveBlock, sampler_of
 from model import cast_for_inference
 from nelbo import NATS, masked_cross_entropy, nelbo_sums, noise_seeds, sum_over_ranks
-from parallel import Parallel, hardware, pick_dtype, progress, select_kernels
+from parallel import Parallel, end_if_a_rank_is_lost, hardware, pick_dtype, progress, select_kernels
 
 # ----------------------------------------------------------------------------------------------
 # Settings
@@ -188,8 +188,7 @@ def folders_for(path, trained, parallel):
     print(f"{', '.join(folders)}, the text of its training, is not here: this is of Python's own source, data/stdlib")
     if parallel.rank == 0:
         prepare_stdlib()
-    parallel.barrier()
-    return ["data/stdlib"]
+    return [parallel.agreed("data/stdlib")]             # once it is there
 
 
 def evaluate(path, parallel, use_bf16, evaluate_tasks):
@@ -211,7 +210,7 @@ def evaluate(path, parallel, use_bf16, evaluate_tasks):
 def main(evaluate_tasks):
     check(globals() | dict(checkpoints=len(checkpoint)), endings=dict(out=".json"),
           least=dict(checkpoints=1, sequences=-1, mc=1, batch_size=1, seq_len=0, limit=0, seed=0))
-    parallel, results = Parallel(device), []
+    parallel, results = Parallel(device, timeout=86400), []                    # a rank may have far less work
     dev, weight_dtype = parallel.device, pick_dtype(dtype, parallel.device)
     machine = dict(hardware(dev), ranks=parallel.world, dtype=str(weight_dtype), kernels=select_kernels(kernels, dev))
     print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
@@ -227,5 +226,5 @@ def main(evaluate_tasks):
 
 if __name__ == "__main__":
     from tools.questions import evaluate_tasks
-    with script("eval.py", globals()):
+    with end_if_a_rank_is_lost("eval.py"), script("eval.py", globals()):
         main(evaluate_tasks)

@@ -401,8 +401,8 @@ class Layer(nn.Module):
 
     def modulation(self, cond):
         """Conditioning cond (m, 1, d) -> Modulation. None: nothing is modulated."""
-        parts = () if cond is None else self.adaln(cond).split(cond.size(-1), -1)
-        return Modulation(*parts)                                              # (m, 1, d) each; hybrids have two
+        # (m, 1, d) each; hybrids have two.
+        return Modulation(*(() if cond is None else self.adaln(cond).split(cond.size(-1), -1)))
 
     def mixer_input(self, stream, mod):
         """The normalised and modulated residual stream."""
@@ -631,8 +631,7 @@ class BlockDiffusionLM(nn.Module):
                 layers.append((weight.new_zeros(kv), weight.new_zeros(kv)))
             else:
                 layers.append((weight.new_zeros(conv), weight.new_zeros(ssm, dtype=ops.at_least_fp32(weight.dtype))))
-        lengths = torch.zeros(batch, dtype=torch.long, device=weight.device)
-        return Cache(layers, lengths, max_len, rope)
+        return Cache(layers, torch.zeros(batch, dtype=torch.long, device=weight.device), max_len, rope)
 
     @torch.no_grad()
     def prefill(self, x0, cache, chunk_tokens=4096, progress=iter):

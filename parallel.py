@@ -13,6 +13,7 @@ import os
 import platform
 import subprocess
 import sys
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -175,14 +176,18 @@ class Parallel:
         collective(dist.all_reduce, x)
         return x.tolist()
 
-    def barrier(self):
-        """Waits for all ranks."""
-        self.sum([0])
+    def agreed(self, value):
+        """Returns a value that all ranks have, once all have come here. Raises UserError if theirs differ. A
+        collective: every rank must call it."""
+        own = zlib.crc32(repr(value).encode())
+        if self.sum([own]) != [own * self.world]:
+            raise UserError("the processes differ in settings, text or checkpoint; give all the same command and files")
+        return value
 
     def close(self):
         """Ends the process group, after all ranks have come here: if one ended early, collectives of the others would
         fail."""
-        self.barrier()
+        self.sum([0])
         collective(dist.destroy_process_group)
 
 
@@ -205,7 +210,7 @@ def end_if_a_rank_is_lost(name):
         if not (dist.is_initialized() and any(word in str(error).lower() for word in words)):
             raise
         print(f"{name}: another process of this run is gone or silent, or the network between them fails "
-              f"({' '.join(str(error).split())}); continue a training with --resume", file=sys.stderr, flush=True)
+              f"({' '.join(str(error).split())}); start it again, a training with --resume", file=sys.stderr, flush=True)
         os._exit(1)                     # a normal exit would wait for collectives that never end
 
 

@@ -279,8 +279,7 @@ def line_of(tokenizer, tokens, mask_id):
     """A block, a list of tokens and masks, as a line of text. A character may take several tokens: where some of its
     bytes are missing, it looks like a mask."""
     parts = [MASK.encode() if token == mask_id else tokenizer.decode_single_token_bytes(token) for token in tokens]
-    text = b"".join(parts).decode(errors="replace")
-    return text.replace("\ufffd", MASK).replace("\n", "\u23ce").replace("\t", " ")
+    return b"".join(parts).decode(errors="replace").replace("\ufffd", MASK).replace("\n", "\u23ce").replace("\t", " ")
 
 
 class Printer:

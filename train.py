@@ -103,7 +103,7 @@ def main(given):
     # 2. Data.
     if data == "data/stdlib" and parallel.rank == 0:
         prepare_stdlib(data)                                # on first use
-    parallel.barrier()                                      # the others wait for it
+    parallel.agreed(data)                                   # the others wait for it
     train_data, val_data = (TokenData(data, split, tokenizer) for split in ("train", "val"))
     val = val_data.sequences(seq_len, eval_sequences)       # (n, s): the validation sequences
     # What tells texts apart: the tokens of each split, how many and the first eight; then 64 windows all over it.
@@ -122,8 +122,9 @@ def main(given):
     if resume:
         load_weights(path, record, model, text)
         optimizer.load_state_dict(record["optimizer"])
-        step, record = record["step"], None                 # frees the memory
-    about = dict(tokenizer=train_data.tokenizer, text=text, settings=settings_of(globals()))       # in each checkpoint
+        step, record = parallel.agreed(record["step"]), None                   # frees the memory
+    # In each checkpoint.
+    about = parallel.agreed(dict(tokenizer=train_data.tokenizer, text=text, settings=settings_of(globals())))
     micro_batches = micro_batches_of(parallel.rank, parallel.world, batch_size, micro_batch_size)
     one_thread_if_small(6 * model.n_params * len(micro_batches[0]) * seq_len)
 

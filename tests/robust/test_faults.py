@@ -74,6 +74,15 @@ def test_two_ranks_that_accumulate_are_interrupted_and_end_as_two_that_were_not(
     assert losses_of(stopped, *logged) == losses_of(whole, *logged)
 
 
+@pytest.mark.parametrize("last", ["--learning_rate=2e-2", "--data=moved"])
+def test_processes_with_other_settings_or_another_text_do_not_train_together(tiny, tmp_path, last):
+    shutil.copytree(dict(arg.split("=") for arg in tiny if "=" in arg)["--data"], tmp_path / "moved")
+    last = last.replace("moved", f"{tmp_path}/moved")
+    for rank in start_ranks(tmp_path, 2, "train.py", *tiny, last=[last]):
+        status, _, error = rank.end()
+        assert status == 1 and "the processes differ in settings, text or checkpoint" in error, error
+
+
 def test_steps_that_are_not_finite_change_nothing_and_three_in_a_row_stop_a_run(tiny, tmp_path, capsys, monkeypatch):
     reduce, steps = ShardedAdamW.reduce_gradients, itertools.count(1)
     monkeypatch.setattr(ShardedAdamW, "reduce_gradients", lambda optimizer: (
