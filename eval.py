@@ -210,7 +210,7 @@ def evaluate(path, parallel, use_bf16, evaluate_tasks):
 def main(evaluate_tasks):
     check(globals() | dict(checkpoints=len(checkpoint)), endings=dict(out=".json"),
           least=dict(checkpoints=1, sequences=-1, mc=1, batch_size=1, seq_len=0, limit=0, seed=0))
-    parallel, results = Parallel(device, timeout=86400), []                    # a rank may have far less work
+    parallel, results = Parallel(device, timeout=3600), []                     # a rank may have far less work
     dev, weight_dtype = parallel.device, pick_dtype(dtype, parallel.device)
     machine = dict(hardware(dev), ranks=parallel.world, dtype=str(weight_dtype), kernels=select_kernels(kernels, dev))
     print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)

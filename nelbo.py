@@ -112,5 +112,5 @@ def sum_over_ranks(parallel, array):
     finite."""
     array = np.array(parallel.sum(array.ravel().tolist())).reshape(array.shape)
     if not np.isfinite(array).all():
-        raise UserError("the likelihoods are not finite: training failed; use an earlier checkpoint, or a lower rate")
+        raise UserError("not finite: training failed; use an earlier checkpoint, or train again at a lower rate")
     return array

@@ -210,7 +210,7 @@ def end_if_a_rank_is_lost(name):
         if not (dist.is_initialized() and any(word in str(error).lower() for word in words)):
             raise
         print(f"{name}: another process of this run is gone or silent, or the network between them fails "
-              f"({' '.join(str(error).split())}); start it again, a training with --resume", file=sys.stderr, flush=True)
+              f"({' '.join(str(error).split())}); start again, a training with --resume", file=sys.stderr, flush=True)
         os._exit(1)                     # a normal exit would wait for collectives that never end
 
 

@@ -103,11 +103,11 @@ def main(given):
     # 2. Data.
     if data == "data/stdlib" and parallel.rank == 0:
         prepare_stdlib(data)                                # on first use
-    parallel.agreed(data)                                   # the others wait for it
-    train_data, val_data = (TokenData(data, split, tokenizer) for split in ("train", "val"))
+    parallel.agreed({**settings_of(globals()), "device": ""})                  # the others wait for it
+    splits = train_data, val_data = [TokenData(data, split, tokenizer) for split in ("train", "val")]
     val = val_data.sequences(seq_len, eval_sequences)       # (n, s): the validation sequences
     # What tells texts apart: the tokens of each split, how many and the first eight; then 64 windows all over it.
-    text = sum(([x.n_tokens, *x.sequences(8, k).ravel().tolist()] for k in (1, 64) for x in (train_data, val_data)), [])
+    text = sum(([x.n_tokens, *x.sequences(min(8, seq_len), k).ravel().tolist()] for k in (1, 64) for x in splits), [])
 
     # 3. Model and optimizer.
     config = ModelConfig(vocab_size=VOCABULARY[train_data.tokenizer],
@@ -124,7 +124,7 @@ def main(given):
         optimizer.load_state_dict(record["optimizer"])
         step, record = parallel.agreed(record["step"]), None                   # frees the memory
     # In each checkpoint.
-    about = parallel.agreed(dict(tokenizer=train_data.tokenizer, text=text, settings=settings_of(globals())))
+    about = dict(tokenizer=train_data.tokenizer, text=parallel.agreed(text), settings=settings_of(globals()))
     micro_batches = micro_batches_of(parallel.rank, parallel.world, batch_size, micro_batch_size)
     one_thread_if_small(6 * model.n_params * len(micro_batches[0]) * seq_len)
 

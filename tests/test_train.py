@@ -217,6 +217,19 @@ def test_resume_refuses_another_text_and_keeps_the_checkpoint(copied, corpus, tm
     assert state_of(copied)["step"] == 9
 
 
+def test_checkpoints_of_earlier_revisions_resume(copied, corpus, tmp_path):
+    """Their record of the text is the beginning of ours or is missing. Then the folder must have the same name."""
+    moved, record = shutil.copytree(corpus, tmp_path / "moved"), torch.load(copied / "ckpt.pt")
+    argv, elsewhere = ["--resume", f"--out_dir={copied}", "--max_iters=9"], f"--data={moved}"
+    torch.save({**record, "text": record["text"][:18]}, copied / "ckpt.pt")
+    run([*argv, elsewhere])
+    torch.save({key: value for key, value in record.items() if key != "text"}, copied / "ckpt.pt")
+    with pytest.raises(UserError, match="is of another text than"):
+        run([*argv, elsewhere])
+    run(argv)
+    assert state_of(copied)["step"] == 9
+
+
 @pytest.mark.parametrize("more", [[], ["--eval_sequences=2"], ["--seq_len=16"], ["--seed=2"]])
 def test_the_record_of_best_is_of_one_validation(copied, capsys, more):
     """Its losses are compared only if the same sequences were scored with the same noise."""

@@ -88,7 +88,7 @@ def test_a_finished_block_is_in_the_cache_when_it_is_flushed():
 
 
 @all_models
-def test_the_model_that_was_prepared_stays_valid(name):
+def test_the_model_that_was_prepared_for_the_fused_engine_stays_valid(name):
     model = make_model(name)
     x0, xt, t = make_batch(model)
     logits, before = model.logits(model.all_block_hidden(x0, xt, t)), copy.deepcopy(model.state_dict())

@@ -74,7 +74,7 @@ def test_two_ranks_that_accumulate_are_interrupted_and_end_as_two_that_were_not(
     assert losses_of(stopped, *logged) == losses_of(whole, *logged)
 
 
-@pytest.mark.parametrize("last", ["--learning_rate=2e-2", "--data=moved"])
+@pytest.mark.parametrize("last", ["--learning_rate=2e-2", "--d_model=16", "--data=moved"])
 def test_processes_with_other_settings_or_another_text_do_not_train_together(tiny, tmp_path, last):
     shutil.copytree(dict(arg.split("=") for arg in tiny if "=" in arg)["--data"], tmp_path / "moved")
     last = last.replace("moved", f"{tmp_path}/moved")
@@ -105,7 +105,7 @@ def test_weights_that_are_not_finite_are_never_saved(tiny, tmp_path, monkeypatch
 def test_a_validation_that_is_not_finite_ends_the_run(tiny, tmp_path):
     def patch(module):
         module.nelbo_sums = lambda model, x, *rest, **more: np.full((len(x), 2, 3), np.nan)
-    with pytest.raises(UserError, match="not finite: training failed; use an earlier checkpoint, or a lower rate"):
+    with pytest.raises(UserError, match="not finite: training failed; use an earlier checkpoint, or train again"):
         run_train([*tiny, "--max_iters=1", "--warmup_iters=0"], patch)
     assert not (tmp_path / "best.pt").exists()
 

@@ -55,7 +55,7 @@ COMMANDS = [
     pytest.param("eval.py --checkpoint=out --tasks=piqaa", "the harness has no task 'piqaa'", marks=with_harness),
     ("eval.py --checkpoint=out --data={data} --decoders=random:x", "write name:number, as in random:4"),
     ("eval.py --checkpoint=out --data={data} --decoders=4", "decoder '4': decoder must be one of random, "),
-    ("eval.py --checkpoint=out --data={data} --decoders=first_hitting:4", "it reveals one token a step"),
+    ("eval.py --checkpoint=out --data={data} --decoders=first_hitting:4", "its only number is 1"),
     ("checkpoint.py", "write python checkpoint.py export out/ --to=folder, not nothing"),
     ("checkpoint.py export out", "to is empty"), ("checkpoint.py export out --to=out/ckpt.pt", "ckpt.pt"),
     ("checkpoint.py export out --to=.", "holds README.md already, which would be lost"),
