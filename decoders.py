@@ -89,9 +89,9 @@ def sampler_of(decoder, **settings):
     try:
         # threshold and entropy_bound are also the names of their fields.
         how = {name: float(number)} if name in VARIABLE_COUNT else dict(tokens_per_step=int(number or 1))
-        if name == "first_hitting" and how != dict(tokens_per_step=1):
-            raise ValueError("its only number is 1")
-        return Sampler(decoder=name, **how, **settings)
+        if (sampler := Sampler(decoder=name, **how, **settings)).tokens_per_step != how.get("tokens_per_step", 1):
+            raise ValueError(f"its only number is {sampler.tokens_per_step}")
+        return sampler
     except ValueError as error:                         # of int and float, or a UserError
         raise UserError(f"decoder '{decoder}': {error}; write name:number, as in random:4") from None
 
