@@ -77,10 +77,17 @@ def test_the_results_are_those_of_the_json_files_and_of_the_paper():
     quality = table("| | 10M")
     assert [row[1] for row in quality] == [f"{sum(run['texts']['data/web_bytes']['bpb'] for run in two) / 2:.3f}"
                                            for two in zip(rows("bytes")[:5], rows("bytes")[5:], strict=True)]
+    def perplexities(runs, kind):
+        both = ([run["texts"][text]["ppl"] for run in runs if run["base"] == f"{kind}_87m"]
+                for text in ("data/web_held", "data/novels"))
+        return [f"{(a + b) / 2:.2f} ± {abs(a - b) / 2:.2f}" for a, b in both]
     for (name, _, *cells), kind in zip(quality, MODELS):                # the fifth row: blocks of 1
-        a, b = (run["texts"]["data/web_held"]["ppl"] for run in rows("web_87m") if run["base"] == f"{kind}_87m")
         paper = f"{RESULTS[f'{kind}_87m']['c4'][0]:.0f}"
-        assert [name, *cells] == [MODELS[kind][0], f"{(a + b) / 2:.2f} ± {abs(a - b) / 2:.2f}", paper]
+        assert [name, *cells] == [MODELS[kind][0], perplexities(rows("web_87m"), kind)[0], paper]
+    without = json.loads((ROOT / "assets/web_87m.json").read_text())["without_short_sequences"]["runs"]
+    two = [perplexities(without, kind) for kind in ("bdlm_attention", "mamba_h")]
+    assert all(f"| {web} | {novels} |" in PAGES["docs/results.md"] for web, novels in two)
+    assert f"({two[0][0]}, {two[1][0]})" in re.sub(r"\s+", " ", README)
     *four, tuned = (f"{run['texts']['data/web']['ppl']:.0f}" for run in rows("paper_rates_87m"))
     assert re.search(",\\s".join(four) + rf"\.[^.]*\d\.\d+;[^;]*\sit\shas\s{tuned}\.", PAGES["docs/results.md"])
     for cells, (kind, (name, _)) in zip(table("| | training"), MODELS.items(), strict=True):
