@@ -2,6 +2,7 @@
 tiny settings."""
 import glob
 import json
+import math
 import os
 import re
 import shlex
@@ -87,7 +88,15 @@ def test_the_results_are_those_of_the_json_files_and_of_the_paper():
     without = json.loads((ROOT / "assets/web_87m.json").read_text())["without_short_sequences"]["runs"]
     two = [perplexities(without, kind) for kind in ("bdlm_attention", "mamba_h")]
     assert all(f"| {web} | {novels} |" in PAGES["docs/results.md"] for web, novels in two)
-    assert f"({two[0][0]}, {two[1][0]})" in re.sub(r"\s+", " ", README)
+    assert f"(without: {two[0][0]}, {two[1][0]})" in re.sub(r"\s+", " ", README)
+    def laptop(run):                    # in the windows of both, NELBO and the price from left to right, bits per byte
+        return [sum(nats) / len(nats) / 256 / math.log(2) for nats in (run["nats"][::8], run["left_to_right"]["nats"])]
+    noises = [[laptop(run) for run in rows("laptop_noise") if run["noise"] == noise] for noise in
+              dict.fromkeys(run["noise"] for run in rows("laptop_noise"))]
+    for three in noises:
+        for k in (0, 1):
+            cells = (f"{sum(run[k] for run in three[i:i + 3]) / 3:.2f}" for i in range(0, 12, 3))
+            assert f" | {' | '.join(cells)} |" in PAGES["docs/results.md"]
     *four, tuned = (f"{run['texts']['data/web']['ppl']:.0f}" for run in rows("paper_rates_87m"))
     assert re.search(",\\s".join(four) + rf"\.[^.]*\d\.\d+;[^;]*\sit\shas\s{tuned}\.", PAGES["docs/results.md"])
     for cells, (kind, (name, _)) in zip(table("| | training"), MODELS.items(), strict=True):
