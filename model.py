@@ -402,7 +402,7 @@ class Layer(nn.Module):
     def modulation(self, cond):
         """Conditioning cond (m, 1, d) -> Modulation. None: nothing is modulated."""
         # (m, 1, d) each; hybrids have two.
-        return Modulation(*(() if cond is None else self.adaln(cond).split(cond.size(-1), -1)))
+        return Modulation() if cond is None else Modulation(*self.adaln(cond).split(cond.size(-1), -1))
 
     def mixer_input(self, stream, mod):
         """The normalised and modulated residual stream."""

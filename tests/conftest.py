@@ -287,5 +287,5 @@ def start_ranks(folder, world, *argv, last=()):
     """The processes of one run, two on each node, with the variables that torchrun gives them. last: more arguments of
     the last one."""
     port = free_port()
-    return [Child(folder, *argv, *(last if rank == world - 1 else ()), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank % 2),
-                  MASTER_ADDR="localhost", MASTER_PORT=str(port)) for rank in range(world)]
+    return [Child(folder, *argv, *(last if rank == world - 1 else ()), RANK=str(rank), WORLD_SIZE=str(world),
+                  LOCAL_RANK=str(rank % 2), MASTER_ADDR="localhost", MASTER_PORT=str(port)) for rank in range(world)]
